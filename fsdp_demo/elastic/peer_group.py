@@ -302,7 +302,7 @@ class PeerGroup:
         """Do what the message asks for, until it is complete. Among fixed members the damage that
         was found in one of its pieces is the error, not the loss that follows from it.
         """
-        self._message, driver = message, self._driver
+        self._message = message
         try:
             while True:
                 task = message.tasks.get()
@@ -312,7 +312,7 @@ class PeerGroup:
                     raise task
                 task()
         except PeerLost:
-            if message.damage is not None and driver is not None and driver.fixed:
+            if message.damage is not None and self.fixed:
                 raise message.damage from None
             raise
         finally:
@@ -377,11 +377,11 @@ class PeerGroup:
         return tuple(lacking)
 
     @property
-    def takes_newcomers(self) -> bool:
-        """Whether an island that has ended may come back, and join the others."""
-        if self._driver is None:
-            return self.following is not None
-        return not self._driver.fixed
+    def fixed(self) -> bool:
+        """Whether the members are those of the start, in a mesh or of a single replica: all must
+        stay, and who has ended does not come back as a newcomer.
+        """
+        return self.following is None and (self._driver is None or self._driver.fixed)
 
     @property
     def epoch(self) -> int:
@@ -429,8 +429,10 @@ class PeerGroup:
         return self._driver.stopping.stop_with_all(applied_at, seconds)
 
     def leave(self, stopped: bool = False) -> None:
-        """Tell the others that this island goes on no more, and whether it was told to stop."""
-        if self._driver is not None:
+        """Tell the others that this island goes on no more, and whether it was told to stop. Fixed
+        members are told nothing: they do not go on either, and may still lack its last message.
+        """
+        if self._driver is not None and not self.fixed:
             self._driver.leave(stopped)
 
     def expel(self, why: str) -> None:
@@ -446,7 +448,7 @@ class PeerGroup:
         """
         if self.unsettled:
             return False
-        if self._driver is None or self._driver.fixed or self.following is not None:
+        if self._driver is None or self.fixed or self.following is not None:
             return True
         return self._driver.wait_stable(self._next, seconds)
 
@@ -463,7 +465,7 @@ class PeerGroup:
         leaves.
         """
         if self._driver is not None:
-            self._driver.close("bye" if self._ending else "leave", 5.0)
+            self._driver.close(self._ending or self.fixed, 5.0)
         elif self.following is not None:
             self.following.close()
         self._driver, self._closed = None, True

@@ -135,16 +135,17 @@ class StoreSession:
 
     def close(self) -> None:
         """End the thread, unless a silent store holds it."""
+        self._jobs.put(None)
         if self._thread is not None:
-            self._jobs.put(None)
             self._thread.join(1.0)
 
     def _do(self, job: Callable[[Store], None]) -> None:
         """Run `job` in the thread, behind those before it."""
         self._jobs.put(job)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="membership store", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="membership store", daemon=True)
+            thread.start()
+            self._thread = thread  # not before: `close` joins it, in another thread
 
     # ---- in the thread -------------------------------------------------------------------------
 
@@ -274,7 +275,7 @@ class Watched:
         return {m for m in self.members for r in found if (r.rank, m) not in known}
 
     def take(self, key: str, text: str) -> None:
-        """A report; one that cannot be read is as one that does not come."""
+        """Keep a member's report. A damaged report counts as missing."""
         try:
             report = from_json(text, Report, "a report in the store")
             self.found[key], self.new = report, True

@@ -256,7 +256,7 @@ class Readings:
         """Where islands come and go: the number of members, of those in the last message, and of
         changes of the members."""
         peers = self.peers
-        if peers is None or not peers.takes_newcomers:
+        if peers is None or peers.fixed:
             return {}
         return {"alive": len(peers.alive), "participating": peers.size, "epoch": peers.epoch}
 

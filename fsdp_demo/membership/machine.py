@@ -114,7 +114,9 @@ class Rank:
         return replace(rank, next=n, sent=n, landed=n, freed=n)
 
     def _asked(self, n: int) -> Rank:
-        """Message n is a question: who would begin with it lacks nothing of it."""
+        """Message n is a question, which newcomers are not asked. A newcomer whose base is n takes
+        part from n + 1.
+        """
         record = self.record.asked(n)
         return replace(self, record=record, heard=tuple(map(max, self.heard, record.base)))
 
@@ -392,7 +394,7 @@ class Rank:
                     f"record {record.epoch} lets {late} begin with a message below {self.sent}, "
                     "which was sent without them"
                 )
-            return self._known(record)._send_noted()
+            return self._with_record(record)._send_noted()
         if self.state != "frozen":
             raise ValueError(
                 f"record {record.epoch} names {self.me}, which has not reported on view "
@@ -400,8 +402,10 @@ class Rank:
             )
         return self._adopt(record)
 
-    def _known(self, record: Record) -> Rank:
-        """Take a record as the present one; what is known of its members stays."""
+    def _with_record(self, record: Record) -> Rank:
+        """This rank with `record` as its newest; how far each remaining member has delivered is
+        kept.
+        """
         known = dict(zip(self.record.members, self.heard, strict=True))
         moved = dict(zip(self.record.members, self.record.base, strict=True))
         record = record.begun_at(moved.get(m, 0) for m in record.members)
@@ -431,7 +435,7 @@ class Rank:
         """Go on in a new view: forward what others lack (any-holder-forwards, no-mixed-attempts),
         repeat what must be repeated, vote again (vote-with-view).
         """
-        rank = replace(self._known(record), state="running", lost=frozenset(), sent=self.next)
+        rank = replace(self._with_record(record), state="running", lost=frozenset(), sent=self.next)
         rank = replace(rank, ballots=frozenset(b for b in self.ballots if rank._counts(b)))
         rank, freed = rank._freed_below(min(record.stable, rank.landed))
         rank = replace(

@@ -41,7 +41,7 @@ from ..elastic.store_session import newest
 from ..errors import NeedsDecision, PeerLost, StoreSilent, see
 from ..membership.protocol_types import Member
 from ..net.address import Keys, split_address
-from ..peers.join_messages import Request, ask_join_server, listener_key
+from ..peers.join_messages import JoinAnswer, Request, ask_join_server, listener_key
 from ..status import leave
 from ..store.client import Store, WorldStore
 from . import environment, starting
@@ -285,7 +285,7 @@ def _changes(at: Store, keys: list[str], ask: Callable[[], None] = lambda: None)
 
 def listeners(
     at: Store, members: Iterable[Member], token: str
-) -> Iterator[tuple[Member, dict[str, Any] | None]]:
+) -> Iterator[tuple[Member, JoinAnswer | None]]:
     """Each of these members of a run (`at`: below its keys), and what the listener of its first
     peer group says of it; None: it does not answer. It answers in its network thread, so nothing of
     this disturbs the run.

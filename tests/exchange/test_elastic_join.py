@@ -17,6 +17,7 @@ import torch
 import fsdp_demo
 from fsdp_demo import preset
 from fsdp_demo.elastic import join_server
+from fsdp_demo.elastic.notes import Ready, Sign
 from fsdp_demo.peers import bulk_stream
 
 from .test_survivors import Small, backward
@@ -137,7 +138,7 @@ def dies_as_a_donor(moment: str, died: Path) -> None:
             threading.Timer(0.3, died.touch).start()
 
     bulk_stream.put = half
-    join_server.read_note = lambda note: [w if w != "ready" else "" for w in read(note)]
+    join_server.read_note = lambda note: Sign() if isinstance(read(note), Ready) else read(note)
 
 
 def handed_over(me: Any, case: str, moment: str) -> Any:

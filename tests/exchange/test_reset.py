@@ -5,7 +5,6 @@ islands, and the rest of the model goes on as if nothing had happened.
 from __future__ import annotations
 
 import copy
-import json
 import os
 import time
 from typing import Any
@@ -18,6 +17,7 @@ import fsdp_demo
 from fsdp_demo import Mismatch, PeerLost, base_optimizer, preset
 from fsdp_demo.elastic import join_server
 from fsdp_demo.elastic.newcomer import Following
+from fsdp_demo.elastic.notes import Note, Ready, Sign
 from fsdp_demo.exchange import finish, reset
 from fsdp_demo.peers.header import PAYLOAD, RESET, Header
 from fsdp_demo.peers.join_messages import Expected, MessageHead, to_bytes
@@ -402,10 +402,9 @@ def test_reset_shards_and_copies(run_ranks: Any, form: str) -> None:
         assert all(joining.same(rank[k + 1], means) for rank in found)
 
 
-def _later(note: bytes) -> list[Any]:
+def _later(note: Note) -> Note:
     """What a joining island says, but that it is ready."""
-    found = json.loads(note)
-    return found if found[0] != "ready" else [""]
+    return Sign() if isinstance(note, Ready) else note
 
 
 def joined_run(me: Any, case: str) -> Any:
@@ -419,11 +418,11 @@ def joined_run(me: Any, case: str) -> Any:
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     optimizer = base_optimizer(config, named, lr=config.lr or 0.01)
     exchange = fsdp_demo.attach(optimizer, config, model=model, must_match={"steps": 200})
-    came, end, word = exchange.step, 10**9, join_server.read_note
+    came, end, read = exchange.step, 10**9, join_server.read_note
     if me.island == 0:  # no join is planned before the reset
         patch = pytest.MonkeyPatch()
         patch.setattr(
-            join_server, "read_note", lambda note: word(note) if resets[0] else _later(note)
+            join_server, "read_note", lambda note: read(note) if resets[0] else _later(read(note))
         )
     while exchange.step < end:
         loop(model, optimizer, exchange, exchange.step + 1)
