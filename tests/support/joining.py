@@ -152,9 +152,9 @@ class Follower(PeerGroup):
     send.
     """
 
-    def __init__(self, fed: Fed, islands: int):
+    def __init__(self, fed: Fed, islands: int, user: Any):
         names = {i: f"island{i}" for i in range(islands)}
-        super().__init__(Member(islands - 1), names, range(islands), 5.0)
+        super().__init__(Member(islands - 1), names, range(islands), 5.0, user=user)
         self.following, self.said = fed, []
 
     def _followed(self, *message: Any) -> None:
@@ -193,9 +193,10 @@ class Joining(Topology):
     def under_way(self) -> bool:
         return True
 
-    def join(self, position: Any) -> tuple[PeerGroup | None, int]:
+    def join(self, position: Any, user: Any = None) -> tuple[PeerGroup | None, int]:
         assert (self.fed is not None) == (position.copy < self.active_copies)
-        return (None if self.fed is None else Follower(self.fed, self.islands)), self.active_copies
+        follower = None if self.fed is None else Follower(self.fed, self.islands, user)
+        return follower, self.active_copies
 
 
 def topology(

@@ -98,16 +98,16 @@ def tensors_of(value: Any) -> list[Tensor]:
 class Echo(Topology):
     """Other replicas that send back what they are sent: they hold the same."""
 
-    def join(self, position: Any) -> tuple[EchoPeers, int]:
-        return EchoPeers(self.islands), position.num_copies
+    def join(self, position: Any, user: Any = None) -> tuple[EchoPeers, int]:
+        return EchoPeers(self.islands, user), position.num_copies
 
 
 class EchoPeers(PeerGroup):
     """Makes room for what would come, as `elastic/chunks.py` does, and fills it from what is
     sent."""
 
-    def __init__(self, size: int):
-        super().__init__(Member(0), {0: "island0"}, range(size), 60.0)
+    def __init__(self, size: int, user: Any):
+        super().__init__(Member(0), {0: "island0"}, range(size), 60.0, user=user)
 
     def _taken_part(self, message: RoundMessage) -> Settlement:
         self._next += 1
