@@ -797,7 +797,7 @@ def test_resume_equals_uninterrupted_run(me, name):
 def test_wire_peer_at_other_step_refused(me):
     """A message of a peer at another step is refused."""
     job = probe.Job(me, "full", sgd, names=ALIGNED)
-    job.exchange.step += me.island
+    job.exchange._runtime.go_to(job.exchange.step + me.island)
     before = job.whole()
     with pytest.raises(WireError, match="step"):
         job.step(0)

@@ -111,7 +111,7 @@ def test_out_of_step_dropped_step() -> None:
 
     def acts(i: int, small: Small) -> None:
         small.train(3)
-        small.exchange.step += i
+        small.exchange._runtime.go_to(small.exchange.step + i)
         small.train(8)
 
     here, there = both(CONFIGS["demo"], acts)
