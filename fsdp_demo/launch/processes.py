@@ -137,7 +137,8 @@ class Launcher:
     def listening(self) -> Iterator[None]:
         """Within this context the signals that torch's launchers handle are passed on."""
         names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", SIGNALS).split(",")
-        numbers = {getattr(signal, name.strip(), None) for name in names} - {None}
+        known = {s.name: s for s in signal.Signals}
+        numbers = [known[name.strip()] for name in names if name.strip() in known]
         before = {number: signal.signal(number, self._on_signal) for number in numbers}
         try:
             yield

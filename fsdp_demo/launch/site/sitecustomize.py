@@ -46,7 +46,7 @@ def _serve_own_store() -> None:
 
 
 if os.environ.get("DS_ACCELERATOR") == "cpu":
-    sys.meta_path.insert(0, _NoCompiler)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _NoCompiler)
 if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ["WORLD_SIZE"] == "1":
     _serve_own_store()
 _here = str(Path(__file__).parent)
