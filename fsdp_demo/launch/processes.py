@@ -58,16 +58,9 @@ HEARD = "heard"
 PATIENCE = 40.0  # seconds that ranks which a launcher left behind get to save
 
 
-def saved_before(folder: str | None, moment: float, start: int | None = None) -> bool:
-    """Did a rank write status 75 into `folder` before `moment` (seconds since the epoch)?
-
-    Args:
-        start: count only what the ranks of this start have written (torchrun's `--max-restarts`
-            starts them several times, from 0); None: of any.
-    """
+def saved_before(folder: str | None, moment: float) -> bool:
+    """Did a rank write status 75 into `folder` before `moment` (seconds since the epoch)?"""
     files = sorted(Path(folder).glob("rank*")) if folder else []
-    if start is not None:
-        files = [file for file in files if int(file.suffix[1:] or 0) == start]
     return any(
         file.stat().st_mtime < moment and file.read_text().strip() == str(SAVED) for file in files
     )

@@ -10,7 +10,6 @@ import gc
 import importlib
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -65,10 +64,8 @@ def failed_status(error: ChildFailedError, folder: str | None, stops: list[float
         return DECIDE
     stopped_at = min((at for at in stops if at > first.timestamp - 1), default=float("inf"))
     # torch aborts if an interpreter ends with live groups
-    if first.exitcode in (1, -signal.SIGABRT):
-        start = re.search(r"attempt_(\d+)", first.error_file)  # with --max-restarts
-        if saved_before(folder, stopped_at, int(start[1]) if start else None):
-            return SAVED
+    if first.exitcode in (1, -signal.SIGABRT) and saved_before(folder, stopped_at):
+        return SAVED
     near = (f for f in failures if abs(f.timestamp - first.timestamp) < 5)
     killed = [f for f in near if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
     return shell_status(killed[0].exitcode if first.exitcode == 1 and killed else first.exitcode)

@@ -360,11 +360,6 @@ def test_launch_status_of_failed_ranks(tmp_path: Path) -> None:
     assert torch_launcher.failed_status(told, str(tmp_path), [time.time() - 90]) == 75, (
         "ranks of an earlier start were told then"
     )
-    again = failed(1)
-    again.failures[0] = ProcessFailure(0, 1, 1, "/tmp/none/attempt_1/0/error.json")
-    assert torch_launcher.failed_status(again, str(tmp_path), []) == 1, "rank 1 of start 0 saved"
-    (tmp_path / "rank0.1").write_text("75")
-    assert torch_launcher.failed_status(again, str(tmp_path), []) == 75
     assert torch_launcher.failed_status(failed(3, 75), str(tmp_path), []) == 3
 
 

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from fsdp_demo import cli
 from fsdp_demo.launch import __main__ as launch
 from fsdp_demo.launch import rehearse, restarts, torch_launcher
-from fsdp_demo.launch.processes import descendants, reserve_port, send
+from fsdp_demo.launch.processes import SITE, descendants, reserve_port, send
 from fsdp_demo.launch.rehearsal import Rehearsal
 from fsdp_demo.launch.rehearsal import command as launched
 from fsdp_demo.launch.rehearse import Supervisor
@@ -229,6 +229,17 @@ def test_launch_told_twice_waits_for_ranks_that_save(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_launch_forgets_statuses_of_an_earlier_start(tmp_path: Path) -> None:
+    """A rank that torchrun has started again removes the statuses of starts before its own."""
+    for name in ("rank0", "rank1.1", "rank2.2"):
+        (tmp_path / name).touch()
+    env = {**os.environ, "PYTHONPATH": str(SITE), "ISLAND_STATUS": str(tmp_path)}
+    for start, left in (("0", 3), ("1", 2), ("2", 1)):
+        env["TORCHELASTIC_RESTART_COUNT"] = start
+        subprocess.run([sys.executable, "-c", ""], env=env, check=True)
+        assert len(list(tmp_path.iterdir())) == left
 
 
 def test_launch_single_rank_has_no_agent_store(tmp_path: Path) -> None:

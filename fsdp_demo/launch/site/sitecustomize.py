@@ -45,10 +45,21 @@ def _serve_own_store() -> None:
     os.environ["MASTER_PORT"] = str(reserve_port())
 
 
+def _forget_earlier_starts(folder: Path, start: int) -> None:
+    """With `--max-restarts` a launcher starts its ranks several times: the statuses that those of
+    an earlier start have left (`status.tell_launcher`) count no more.
+    """
+    for file in folder.glob("rank*"):
+        if int(file.suffix[1:] or 0) < start:
+            file.unlink(missing_ok=True)
+
+
 if os.environ.get("DS_ACCELERATOR") == "cpu":
     sys.meta_path.insert(0, _NoCompiler)
 if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ["WORLD_SIZE"] == "1":
     _serve_own_store()
+if _start := int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
+    _forget_earlier_starts(Path(os.environ.get("ISLAND_STATUS", "no-folder")), _start)
 _here = str(Path(__file__).parent)
 _others = PathFinder.find_spec("sitecustomize", [p for p in sys.path if p != _here])
 if _others is not None and _others.loader is not None:
