@@ -322,7 +322,7 @@ class _Followed(ReplicaCheckpoints):
             if not any(n["plain"] for n in notes):
                 refuse_damaged(notes)
             return None, _agreed_plain(notes, tag)
-        named = tag is not None or manager.topology.kind != "islands"
+        named = tag is not None or not manager.topology.elastic
         if named and not all(n["seen"] for n in notes):
             have = "; ".join(
                 f"{n['name']}: {(tag or ', '.join(map(str, n['seen']))) if n['seen'] else 'none'}"

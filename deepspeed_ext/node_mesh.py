@@ -28,7 +28,7 @@ from deepspeed.accelerator import get_accelerator
 from fsdp_demo import Topology
 from fsdp_demo.errors import see
 from fsdp_demo.rendezvous.environment import patience
-from fsdp_demo.rendezvous.fixed_peers import meeting_place
+from fsdp_demo.rendezvous.mesh import meeting_place
 
 from .all_ranks import local_ranks, told
 from .all_ranks import world as all_ranks

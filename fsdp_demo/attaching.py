@@ -188,7 +188,7 @@ def refuse_lone_rank(topology: Topology, env: Mapping[str, str]) -> None:
         ValueError: that is so.
     """
     world, rank = env.get("WORLD_SIZE", ""), env.get("RANK", "")
-    if topology.kind == "mesh" or topology.world > 1 or topology.group is not None:
+    if topology.one_world or topology.world > 1 or topology.group is not None:
         return
     if dist.is_initialized():
         count, own = dist.get_world_size(), (topology.islands, topology.island)
@@ -199,7 +199,7 @@ def refuse_lone_rank(topology: Topology, env: Mapping[str, str]) -> None:
                 f"torch.distributed.init_process_group{see('rank-taken')}"
             )
         return
-    if topology.kind != "islands":
+    if not topology.elastic:
         return
     if not world.isdigit() or int(world) < 2:
         return

@@ -101,9 +101,9 @@ fit() {
     case $1 in
         local_sgd | local_adam | desloc | diloco | streaming_diloco | muloco)
             given schedule.sync_every || given sync_every || given period || echo "period=$period" ;;
-        decoupled_momentum | sparse_loco | sign_muloco) # sparser and oftener wins: docs/measured/study.md
+        decoupled_momentum | sparse_loco | sign_muloco) # sparser and oftener wins: benchmarks/results/study.md
             given schedule.sync_every || given sync_every || given period || echo "period=$((period < 5 ? period : 5))" ;;
-        sign_loco) # its momentum rises over half of the rounds; its second phase gains in runs of some thousand steps: docs/measured/study-robust.md
+        sign_loco) # its momentum rises over half of the rounds; its second phase gains in runs of some thousand steps: benchmarks/results/study-robust.md
             period=$((period < 5 ? period : 5))
             [ "$steps" -gt 1000 ] || given switch || echo "switch=0"
             given schedule.sync_every || given sync_every || given period || echo "period=$period"

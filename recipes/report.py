@@ -125,7 +125,7 @@ class Report:
         self.folder = output / self.topology.name
         # at the start; who joins or is lost later is not counted
         self.islands = self.topology.count
-        self.worlds = 1 if self.topology.kind == "mesh" else self.islands
+        self.worlds = 1 if self.topology.one_world else self.islands
         self.procs = accelerator.num_processes * self.worlds // self.islands
         self.flops: float | None = None
         self.main = accelerator.is_main_process
@@ -154,7 +154,7 @@ class Report:
                 steps=steps,
                 parameters=parameters,
                 procs=self.procs,
-                facts=facts | ({"mesh": True} if self.topology.kind == "mesh" else {}),
+                facts=facts | ({"mesh": True} if self.topology.one_world else {}),
             )
             self.progress = ProgressLine(exchange, steps)
 

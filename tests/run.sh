@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Lint, types and tests, in the environment that the recipes use. Arguments go to pytest: bash tests/run.sh -k wire
 #   --fast              only tests that start no process: an answer in a minute
+#   --benchmarks        the tests below benchmarks/ in place of those below tests/
 #   FSDP_DEMO_SLOW=1    the slow tests, too
 #   FSDP_DEMO_JOBS=0    one test after another; default: two workers
 #   FSDP_DEMO_AGAIN=5   up to so many tests that failed are run once more, alone, and count then; default: 0
@@ -9,7 +10,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 words=() fast=0
 for word in "$@"; do
-    if [ "$word" = --fast ]; then fast=1; else words+=("$word"); fi
+    case "$word" in
+        --fast) fast=1 ;;
+        --benchmarks) words+=(benchmarks/tests) ;;
+        *) words+=("$word") ;;
+    esac
 done
 
 bash recipes/setup.sh
@@ -25,7 +30,7 @@ types=$!
 
 # A hundred processes import these: compile them once. pytest keeps what it makes of the tests' assertions, too: a third of a collection.
 unset PYTHONDONTWRITEBYTECODE
-"$python" -m compileall -q fsdp_demo deepspeed_ext recipes
+"$python" -m compileall -q fsdp_demo deepspeed_ext recipes benchmarks
 
 # Whole files go to a worker, whose rank server then has their imports; tests without processes go to the worker that is free.
 selection="" dist=loadfile

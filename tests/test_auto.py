@@ -277,8 +277,7 @@ def test_auto_newcomer_finds_the_choice_in_the_store() -> None:
 
     late = SimpleNamespace(
         rank=0,
-        kind="islands",
-        islands=2,
+        elastic=True,
         under_way=lambda: True,
         question=5.0,
         prefix=lambda: "run/0",
@@ -293,7 +292,7 @@ def test_auto_newcomer_finds_the_choice_in_the_store() -> None:
     assert found() == (None, None)
     silent[0] = False
     store.set("run/0/auto", "{")  # of another release, or damaged
-    with pytest.raises(ValueError, match="of the run's choice cannot be read"):
+    with pytest.raises(ValueError, match="the run's choice in the store .* cannot be read"):
         found()
     store.set("run/0/auto", "")  # it comes before the choice, and measures with the others
     assert found() == (None, None)
@@ -335,7 +334,7 @@ def test_auto_choice_reaches_a_silent_store_later(
         every, no_more = again.append, again.remove
 
     monkeypatch.setattr(earlier_choice.attempts, "join", lambda topology: Pulse())
-    topology = SimpleNamespace(rank=0, kind="islands", islands=2)
+    topology = SimpleNamespace(rank=0, elastic=True)
     earlier_choice.tell(topology, preset("diloco"))  # type: ignore[arg-type]
     assert not put and len(again) == 1
     again[0](SimpleNamespace(set=put.__setitem__))

@@ -167,11 +167,12 @@ def test_package_build_sdist_holds_the_whole_tree(built: tuple[Path, Path]) -> N
         "CITATION.cff",
         "fsdp_demo/py.typed",
         "fsdp_demo/compression/_kernels.c",
-        "docs/storm.svg",
+        "benchmarks/results/storm.svg",
     ]
     wanted += [
         "tests/run.sh",
-        "tests/conftest.py",
+        "conftest.py",
+        "benchmarks/bytes.py",
         "recipes/setup.sh",
         "recipes/models/small.json",
         "docs/figures/tables.py",

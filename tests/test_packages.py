@@ -140,6 +140,23 @@ def test_packages_no_circles() -> None:
     assert circles(ROOT) == []
 
 
+@pytest.mark.parametrize("top", ["fsdp_demo", "deepspeed_ext", "recipes"])
+def test_packages_nothing_imports_benchmarks(top: str) -> None:
+    """What users run or copy imports nothing of benchmarks/, also not by the plain name of a file
+    there; the library imports no recipe.
+    """
+    above = {"benchmarks", "study", *(p.stem for p in (ROOT / "benchmarks").glob("*.py"))}
+    if top != "recipes":
+        above |= {"recipes", *(p.stem for p in (ROOT / "recipes").glob("*.py"))}
+    found = [
+        f"{file.relative_to(ROOT)}:{line} imports {name}"
+        for file in sorted((ROOT / top).rglob("*.py"))
+        for line, name in imported(file, "own.package.of.a.file")
+        if name.partition(".")[0] in above
+    ]
+    assert found == []
+
+
 @packed
 def test_packages_every_module_has_its_place() -> None:
     """A new module at the top of `fsdp_demo` is a decision: it belongs into a package, or into

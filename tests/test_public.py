@@ -162,8 +162,8 @@ def test_public_import_without_fsdp2() -> None:
 
 
 def docstrings() -> Iterator[tuple[Path, str]]:
-    """All docstrings of the package and the recipes, with their files."""
-    for folder in ("fsdp_demo", "deepspeed_ext", "recipes"):
+    """All docstrings of the package, the recipes and the benchmarks, with their files."""
+    for folder in ("fsdp_demo", "deepspeed_ext", "recipes", "benchmarks"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):

@@ -2,17 +2,17 @@
 configuration from the package.
 
     python docs/figures/tables.py             # print them
-    python docs/figures/tables.py --write     # put them between their marks in README.md, docs/**/*.md and recipes/README.md
+    python docs/figures/tables.py --write     # put them between their marks in README.md and docs/
 
 A page holds a table between the lines `<!-- table: NAME -->` and `<!-- end -->`. A test compares
 the two (tests/docs/test_figures.py). `about.json` says date, machine and command of each file.
-"""  # noqa: E501
+`benchmarks/tables.py` makes those of benchmarks/results, and study-short.json for this one.
+"""
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tables_configuration as configuration  # noqa: E402
-import tables_costs as costs  # noqa: E402
-import tables_links as links  # noqa: E402
-import tables_study as the_study  # noqa: E402
-from figure_cells import ROOT, Rows, load, short  # noqa: E402
+from figure_cells import ROOT, Rows, load, printed, rate, short, write  # noqa: E402
 
 import compare  # noqa: E402  isort: skip
 from report import size  # noqa: E402  isort: skip
 
-MARK = re.compile(
-    r"^<!-- table: (?P<name>[\w-]+) -->\n(?P<text>.*?)^<!-- end -->$", re.DOTALL | re.MULTILINE
-)
+STUDY = "study-short.json"
 BASELINE = "baseline (all-reduce every step)"
 CHOICE = {  # those of the README, and for whom each is
     "diloco": "a first run; an exchange may take minutes, but is seldom",
@@ -101,7 +96,7 @@ METHODS = {
 # ---- tables ------------------------------------------------------------------------------------
 
 
-def quickstart_settings() -> Rows:
+def quickstart() -> Rows:
     """The comparison of the quickstart, in the cells that it prints itself, and its settings."""
     head = ["validation loss", "sent per island", "fewer bytes than bf16 all-reduce"]
     rows = [["method", "learning rate, settings", *head, "tokens/s", "time waiting"]]
@@ -146,38 +141,60 @@ def all_methods() -> Rows:
     return [[*head, "inner optimizer", "replicas equal"], *rows]
 
 
+def study_short() -> Rows:
+    """Of the study's tuned methods those that nothing beats with as few bytes, and `full`."""
+    head = ["method", "fewer bytes", "loss", "beside the all-reduce with AdamW"]
+    return [head, *([r["method"], r["fewer"], r["loss"], r["beside"]] for r in load(STUDY))]
+
+
+def peers() -> Rows:
+    """Seconds per step beside other programs, as `benchmarks/peers.py --json` wrote them."""
+    rows = [["preset", "beside", "link", "s per step", "theirs", "ratio (range)"]]
+    found = load("peers.json")["rows"]
+    order = list(dict.fromkeys(r["peer"] for r in found))
+    for r in sorted(found, key=lambda r: order.index(r["peer"])):
+        low, high = r["seconds_range"]
+        link = rate(r["link"]) if r["rtt_ms"] else "no limit"
+        took = [f"{r[f'seconds_{side}']:.2f}" for side in ("ours", "theirs")]
+        ratio = f"{r['seconds_ratio']:.2f} ({low:.2f} to {high:.2f})"
+        rows.append([f"`{r['peer']}`", r["program"], link, *took, ratio])
+    return rows
+
+
+def slow_methods() -> Rows:
+    """What methods keep of their speed at 100 Mbit/s, as `benchmarks/slow_link.py --json` wrote
+    it.
+    """
+    rows = [["method", "speed kept", "waiting per step, ms"]]
+    for r in load("slow_link.json")["rows"]:
+        if r["link"] == "100Mbit" and r["preset"] in ("full", "demo", "diloco"):
+            name, comma, more = r["case"].partition(",")
+            waited = f"{1e3 * r['exposed_seconds_per_step']:.0f}"
+            rows.append([f"`{name}`{comma}{more}", f"{r['ratio']:.2f}", waited])
+    return rows
+
+
+def storms() -> Rows:
+    """Storms of faults, as `benchmarks/chaos.py --json` wrote them."""
+    head = ["storm", "survived", "longest stall", "back after (median)", "digests that differ"]
+    rows = [head]
+    for name in ("demo", "diloco", "streaming_diloco"):
+        found = load(f"storm-{name}.json")
+        times = [f"{found[key]:.1f} s" for key in ("longest_stall_s", "rejoin_s")]
+        survived = f"{found['survived']} of {found['events']}"
+        apart = f"{len(found['mismatches'])} of {found['digests_compared']}"
+        rows.append([f"`{name}`, {found['events']} events", survived, *times, apart])
+    return rows
+
+
 TABLES: dict[str, Callable[[], Rows]] = {
-    **{name: partial(the_study.study, *of) for name, of in the_study.STUDY.items()},
-    **{f"study-length-{n}": partial(the_study.study_length, n) for n in the_study.LENGTHS},
-    "study-short": the_study.study_short,
-    "study-choice": the_study.study_choice,
-    "study-front": the_study.study_front,
-    "study-claims": the_study.study_claims,
-    "study-evidence": the_study.study_evidence,
-    "study-rounds": the_study.study_rounds,
-    "quickstart-settings": quickstart_settings,
     "methods": methods,
     "all-methods": all_methods,
-    "published": costs.published,
-    "memory": costs.memory,
-    "positions": costs.positions,
-    "formats": costs.formats,
-    "step": costs.step,
-    "zero-times": costs.zero_times,
-    "zero-memory": costs.zero_memory,
-    "storm": links.storm,
-    "storm-kinds": links.storm_kinds,
-    "codec": costs.codec,
-    "codec-stages": costs.codec_stages,
-    "scale": costs.scale,
-    "idle": costs.idle,
-    "doctor": links.doctor,
-    "peers": links.peers,
-    "slow-link": links.slow_link,
-    "slow-predict": links.slow_predict,
-    "uplinks": links.uplinks,
-    "slow-methods": links.slow_methods,
-    "slow-delay": links.slow_delay,
+    "study-short": study_short,
+    "quickstart": quickstart,
+    "peers-seconds": peers,
+    "slow-methods": slow_methods,
+    "storms": storms,
     **{name: partial(configuration.keys, name) for name in configuration.CLASSES},
     "preset-keywords": configuration.preset_keywords,
 }
@@ -210,44 +227,15 @@ def _sent(entry: dict[str, Any]) -> list[str]:
 # ---- pages -------------------------------------------------------------------------------------
 
 
-def markdown(rows: Rows) -> str:
-    """A table whose columns of numbers are aligned to the right."""
-    number = re.compile(r"^[\d.,]+( of [\d.]+)?( ?[%xs]| [kMGT]?B)?$|^-$|^not run$")
-    right = [all(number.match(row[i]) for row in rows[1:]) for i in range(len(rows[0]))]
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    lines.insert(1, "|" + "|".join("---:" if r else "---" for r in right) + "|")
-    return "\n".join(lines) + "\n"
-
-
-def pages() -> Iterator[Path]:
+def pages() -> list[Path]:
     """The files that may hold tables."""
-    yield ROOT / "README.md"
-    yield from sorted((ROOT / "docs").rglob("*.md"))
-    yield ROOT / "recipes" / "README.md"
-
-
-def write() -> None:
-    """Put every table between its marks, and the study's rows into the planner's table."""
-    the_study.write_gaps()
-    for page in pages():
-        text = page.read_text(encoding="utf-8")
-        made = MARK.sub(
-            lambda m: f"<!-- table: {m['name']} -->\n{markdown(TABLES[m['name']]())}<!-- end -->",
-            text,
-        )
-        if made != text:
-            page.write_text(made, encoding="utf-8")
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
-        write()
+        write(TABLES, pages())
     elif sys.argv[1:]:
         sys.exit(f"usage: {sys.argv[0]} [--write]")
     else:
-        print(
-            "\n".join(
-                f"<!-- table: {name} -->\n{markdown(make())}<!-- end -->\n"
-                for name, make in TABLES.items()
-            )
-        )
+        print(printed(TABLES))

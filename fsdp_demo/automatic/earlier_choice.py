@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,8 +23,6 @@ log = logging.getLogger("fsdp_demo")
 KEY = "auto"
 """Below the run's prefix in the store."""
 
-LOOK = 0.02  # seconds between two looks for what another island says
-
 _begins = itertools.count()  # of this process: each `attach` has keys of its own
 
 
@@ -39,7 +36,7 @@ def remembered(
         island: the ranks of this island, which call it together.
     """
     known = known_choice(topology, state, island)
-    if topology.kind == "islands" and topology.islands > 1 and not _under_way(topology):
+    if topology.elastic and not _under_way(topology):
         # one that takes over from the others has no state that says it
         told = island.from_first(lambda: _together(topology, known))
         known = known or read(told)
@@ -73,7 +70,7 @@ def known_choice(
         told = state
     elif heads := getattr(state, "heads", None):
         told = heads[0]
-    elif topology.kind == "islands" and topology.islands > 1 and _under_way(topology):
+    elif topology.elastic and _under_way(topology):
         told = island.from_first(lambda: _in_store(topology))
     return read(told)
 
@@ -101,7 +98,7 @@ def _in_store(topology: Topology) -> Any:
     try:
         store = topology.open_store(topology.question)
         key = f"{topology.prefix()}/{KEY}"
-        return store.note(key, "the run's choice") if store.get(key) else {}
+        return store.note(key, "the run's choice", dict[str, Any]) if store.get(key) else {}
     except PeerLost:
         return {}
 
@@ -110,31 +107,32 @@ def _together(
     topology: Topology, known: tuple[ExchangeConfig, AutoChoice | None] | None
 ) -> dict[str, Any]:
     """Exchange with the other islands that begin the `method_note` that each goes on with; returns
-    the first that is not empty, {} where none of them has chosen. An island that does not come is
-    named at the meeting of the islands, right behind this.
+    the first that is not empty, {} where none of them has chosen, or where one does not come: the
+    meeting of the islands, right behind this, names it.
     """
     own = {} if known is None else method_note(*known)
-    prefix = f"{topology.prefix()}/{KEY}-begin{next(_begins)}"
+    name = f"{topology.prefix()}/{KEY}-begin{next(_begins)}"
     try:
-        store = topology.open_store(topology.question).under(prefix)
-        store.set(str(topology.island), json.dumps(own))
-        said, end = dict[int, str](), time.monotonic() + topology.timeout
-        while missing := [i for i in topology.starters if i not in said]:
-            said |= {i: text for i in missing if (text := store.get(str(i)))}
-            if time.monotonic() > end or own:
-                break
-            time.sleep(LOOK)
-        heard = (store.note(str(i), f"island {i}") for i in sorted(said))
-        return next((told for told in heard if told), {})
+        store = topology.open_store(topology.question)
+        store.set(f"{name}/{topology.island}", json.dumps(own))
+        notes = store.gather(
+            name,
+            topology.starters,
+            dict[str, Any],
+            topology.timeout,
+            "the methods of the islands",
+            look=lambda notes, missing: [] if any(notes.values()) else missing,
+        )
     except PeerLost:
         return {}
+    return next((told for told in notes.values() if told), {})
 
 
 def tell(topology: Topology, config: ExchangeConfig, choice: AutoChoice | None = None) -> None:
     """Put into the store what this run began with, for islands that join later; on the first rank.
     A store that is silent now gets it when it answers again: this run can do without.
     """
-    if topology.rank != 0 or topology.kind != "islands" or topology.islands == 1:
+    if topology.rank != 0 or not topology.elastic:
         return
     pulse, text = attempts.join(topology), json.dumps(method_note(config, choice))
 

@@ -79,7 +79,7 @@ class CheckpointManager:
     ):
         if keep is not None and keep < 1:
             raise ValueError(f"keep={keep}: allowed is 1 or more")
-        shared = topology.kind == "mesh" and registry is None
+        shared = topology.one_world and registry is None
         root = Path(root) / f"replica{topology.island}" if shared else Path(root)
         self.topology, self.keep = topology, keep
         summary.speak(topology)  # the first lines may come before `attach`

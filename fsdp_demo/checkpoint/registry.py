@@ -120,8 +120,8 @@ class CheckpointRegistry:
     def _meet(self, note: dict[str, Any]) -> list[dict[str, Any]]:
         t = self.topology
         attempt, self._meetings = self._attempt(t.timeout), self._meetings + 1
-        store = attempt.under(f"checkpoints{self._number}/meeting{self._meetings}")
-        me = secrets.token_hex(8)
+        meeting, me = f"checkpoints{self._number}/meeting{self._meetings}", secrets.token_hex(8)
+        store = attempt.under(meeting)
         if store.compare_set(f"start/{t.island}", "", me) != me:
             raise ValueError(
                 f"ISLAND_RUN={t.run!r} was already started by an island with "
@@ -129,16 +129,8 @@ class CheckpointRegistry:
                 f"island, or a new ISLAND_RUN on all{see('rank-taken')}"
             )
         store.set(f"note/{t.island}", json.dumps(note))
-        notes: dict[int, dict[str, Any]] = {}
-
-        def heard(i: int) -> str:
-            if not store.get(f"note/{i}"):
-                return ""
-            notes[i] = store.note(f"note/{i}", f"island {i}", dict[str, Any])
-            return f"{i} ({notes[i].get('name')})"
-
-        starting.wait_for(attempt, t, t.starters, heard)
-        return [notes[i] for i in t.starters]
+        notes = starting.gather(attempt, t, t.starters, f"{meeting}/note", dict[str, Any])
+        return list(notes.values())
 
     def exchange(self, held: Any) -> list[Any]:
         """Say what this island holds, and hear what the others have said last; nothing yet is None.
@@ -157,7 +149,7 @@ class CheckpointRegistry:
             store = self._attempt(PATIENCE, ABSENT).under(f"checkpoints{self._number}")
             store.set(f"held/{t.island}", json.dumps(held))
             said = {
-                i: store.note(key, f"island {i}")
+                i: store.note(key, f"island {i}", Any)
                 for i in range(t.islands)
                 if store.get(key := f"held/{i}")
             }

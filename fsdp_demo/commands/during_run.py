@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ..errors import counted
 from ..launch.command_line import USAGE_ERROR, Commands
 from ..launch.processes import end_with_parent, shell_status
@@ -191,6 +193,7 @@ def members_of(store: Store, run: str, token: str = "") -> dict[str, Any]:
         StoreSilent: no answer. ValueError: what stands there cannot be read.
     """
     from ..elastic.store_session import newest
+    from ..peers.join_messages import RankStatus
     from ..rendezvous.attempts import listeners
 
     attempt = store.get(f"{run}/attempt")
@@ -214,7 +217,10 @@ def members_of(store: Store, run: str, token: str = "") -> dict[str, Any]:
     found["epoch"] = record.epoch
     for member, answer in listeners(at, record.members, token):
         one: dict[str, Any] = {"slot": member.slot, "life": member.incarnation}
-        found["members"].append({**one, **(answer or {"silent": True})})
+        says = (
+            msgspec.structs.asdict(answer) if isinstance(answer, RankStatus) else {"silent": True}
+        )
+        found["members"].append({**one, **says})
     return found
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ..errors import Mismatch, WireError
 from ..membership.protocol_types import Member, Piece
-from ..peers.connection import PeerConnection
-from ..peers.connection import QueuedPiece as Moving
+from ..peers.connection import PeerConnection, QueuedPiece
 from ..peers.header import HEADER, Header, Sealed, check_body, claimed, memory, open_head
 from ..peers.pieces import LARGEST
 from ..peers.poller import Poller
@@ -56,10 +55,10 @@ class Stream:
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.sealed = Sealed(nothing, nothing)
         self.header: Header | None = None
-        self.moving: deque[Moving] = deque()
+        self.moving: deque[QueuedPiece] = deque()
         self._crc = 0
 
-    def take(self, moving: Moving, label: str) -> None:
+    def take(self, moving: QueuedPiece, label: str) -> None:
         """Take the next megabyte that has come. The first one has the header, by which room for the
         body is made.
 
@@ -129,7 +128,7 @@ class Streams:
         with self._poller.lock:
             for i, part in enumerate([torch.cat([data.head, first]), *rest]):
                 wire = wires[i % len(wires)]
-                wire.post_send(Moving(self._poller, part), _number(message.n, piece))
+                wire.post_send(QueuedPiece(self._poller, part), _number(message.n, piece))
                 touched += [wire] if i < len(wires) else []
         for wire in touched:
             self._poller.nudge(wire)
@@ -151,7 +150,7 @@ class Streams:
         wires = self._connections[stream.sender][: stream.message.num_connections]
         number = _number(stream.message.n, stream.piece)
         for i, room in enumerate(rooms, first):
-            moving = Moving(self._poller, room)
+            moving = QueuedPiece(self._poller, room)
             stream.moving.append(moving)
             self._poller.post_recv(wires[i % len(wires)], moving, number)
 
@@ -174,7 +173,7 @@ class Streams:
                     del self._waiting[key]
                     yield stream
 
-    def _taken(self, key: tuple[int, Piece], stream: Stream, moving: Moving) -> bool:
+    def _taken(self, key: tuple[int, Piece], stream: Stream, moving: QueuedPiece) -> bool:
         """Take a megabyte, and make room for the rest after the first one; False if it is
         refused.
         """

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import PeerLost, see
 from ..membership.machine import entered
+from ..membership.protocol_events import Event
 from ..membership.protocol_types import Member, Record, first_record
 from ..net.address import Keys
 from ..net.link import Link
@@ -40,11 +41,14 @@ class Limits:
         dead: seconds of silence. stall: seconds that an island which still beats may stand, at
             least (0: as long as islands wait for each other at the start); else ten times the
             slowest of the last messages. least: islands that must be left.
+        joins: whether islands may join later. If not, members are fixed, and the store is not asked
+            any more.
     """
 
     dead: float = 10.0
     stall: float = 0.0
     least: int = 1
+    joins: bool = True
 
 
 @dataclass(frozen=True)
@@ -70,14 +74,15 @@ class PeerPosition:
         return f"island {slot} ({self.names.get(slot, f'island{slot}')})"
 
 
-def elastic_peers(
+def starting_peers(
     meeting: Meeting,
     place: PeerPosition,
     open_store: Callable[[], Store],
     link: Link | None,
     limits: Limits,
 ) -> PeerGroup:
-    """Meet the other islands that begin a run (`Meeting.ranks`), all at once.
+    """Meet the other islands that begin a run, or the other replicas of a mesh (`Meeting.ranks`),
+    all at once.
 
     Args:
         meeting: of the peer group: `rank` and `size` are slots; `prefix` is that of all peer
@@ -136,7 +141,7 @@ def newcomer_peers(
     part.
 
     Args:
-        meeting: as for `elastic_peers`. life: how often the slot was started before.
+        meeting: as for `starting_peers`. life: how often the slot was started before.
 
     Raises:
         PeerLost: a member cannot be reached, or another island joins, for too long. ValueError: a
@@ -243,16 +248,27 @@ class Starter:
             self.poller,
             machine,
             detector,
-            lambda tell, failed: StoreSession(
-                self.open_store, place.ranks, dead, meeting.timeout, tell, failed
-            ),
+            lambda tell, failed: self._store_session(record, tell, failed),
             place.label,
             lambda record: expelled(place, record),
         )
-        driver.join_server = self.join_server = JoinServer(
-            self.poller, meeting.prefix, meeting.address, driver, place.names
-        )
+        if self.limits.joins:
+            driver.join_server = self.join_server = JoinServer(
+                self.poller, meeting.prefix, meeting.address, driver, place.names
+            )
         self.peers.drive(driver, max((len(w) for w in connections.values()), default=1))
+
+    def _store_session(
+        self, record: Record, tell: Callable[[Event], None], failed: Callable[[str], None]
+    ) -> StoreSession:
+        """The store session of this rank. The first rank of each island writes the first record,
+        for those that join.
+        """
+        ranks, dead, timeout = self.place.ranks, self.limits.dead, self.meeting.timeout
+        session = StoreSession(self.open_store, ranks, dead, timeout, tell, failed)
+        if self.limits.joins and record.epoch == 0 and self.place.rank == 0:
+            session.begin(record)
+        return session
 
     def open_listener(self) -> None:
         """Others may ask at this member's listener, where it can be reached."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +25,12 @@ from ..membership.protocol_types import Ballot, Member, Record
 from ..peers.connection import PeerConnection
 from ..peers.header import WITHIN
 from ..peers.poller import Poller
-from .failure_detector import SOON, FailureDetector, ProgressWatch, read_note
+from . import notes
+from .failure_detector import SOON, FailureDetector, ProgressWatch
 from .join_server import JoinServer
 from .message_io import EarlyPieces, Traffic
 from .message_state import RoundMessage
-from .network_loop import CLOSED, LAST_WORD, NetworkLoop, Stopping
+from .network_loop import CLOSED, LAST_NOTE, NetworkLoop, Stopping
 from .store_session import StoreSession
 
 log = logging.getLogger("fsdp_demo")
@@ -48,7 +49,8 @@ class Driver(NetworkLoop):
     Attributes:
         traffic: the messages that are kept, and their pieces. stopping: which islands are told to
             end. early_pieces: what an island that leaves sends ahead of its time.
-        join_server: where newcomers ask, if they can come in here.
+        join_server: where newcomers ask. None where members are fixed: nobody comes, and all must
+            stay.
         changes: how many views this rank has adopted.
     """
 
@@ -66,10 +68,11 @@ class Driver(NetworkLoop):
         self._expelled = expelled
         self.join_server: JoinServer | None = None
         self.changes = 0
-        self._early: list[tuple[int, Event]] = []  # of epochs whose record is not here yet
+        self._too_new: list[tuple[int, Event]] = []  # of epochs whose record is not here yet
         self._fetched = machine.record.epoch
         self._frozen_at = 0.0
         self._stopped: set[Member] = set()  # have said that they leave in order
+        self._reasons: dict[Member, str] = {}  # of the losses so far
         self.traffic = Traffic(poller, self, self._take_later, self.refuse)
         self.early_pieces = EarlyPieces(self, self.traffic)
         self.stopping = Stopping(self)
@@ -79,11 +82,14 @@ class Driver(NetworkLoop):
             lambda why: self.do(lambda: self.fail(why)),
         )
         self._store_session.epoch = machine.record.epoch
-        if machine.record.epoch == 0 and machine.rank == 0:
-            self._store_session.begin(machine.record)
         self.traffic.adopt(machine.record)
         detector.forgive(time.monotonic())
         poller.run(self.begin)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the members are those of the start: nobody joins, and all must stay (a mesh)."""
+        return self.join_server is None
 
     # ---- asked by other threads ----------------------------------------------------------------
 
@@ -101,21 +107,24 @@ class Driver(NetworkLoop):
         self._let_land()
 
         def job() -> None:
-            self.detector.say(["leave", stopped], self.notes.values())
+            self.detector.say(notes.Ends("stopped" if stopped else "left"), self.notes.values())
             self._step(protocol_events.Leave())
             self._left = True
 
         self.do(job)
-        self._wait(lambda: self._closed or (self._left and self._is_said()), LAST_WORD)
+        self._wait(lambda: self._closed or (self._left and self._notes_handed_over()), LAST_NOTE)
 
     def expel(self, why: str) -> None:
-        """End this island as one that the others have expelled. In the network thread."""
+        """End this island as one that the others have expelled; fixed members do not go on without
+        it, and the next message of each fails. In the network thread.
+        """
         log.error("this island cannot go on, and ends: %s", why)
-        self._expelled(self.machine.record)
+        if not self.fixed:
+            self._expelled(self.machine.record)
 
     def joined(self, then: Callable[[], None]) -> None:
         """Tell the others that this rank follows no more; `then` runs in the network thread."""
-        self.do(lambda: self.detector.say(["joined"], self.notes.values()))
+        self.do(lambda: self.detector.say(notes.Joined(), self.notes.values()))
         self.do(then)
 
     def wait_read(self, below: int, seconds: float) -> bool:
@@ -130,16 +139,14 @@ class Driver(NetworkLoop):
 
         return self.wait(reached, seconds)
 
-    def close(self, word: str, linger: float) -> None:
-        """End, with a word to the others: "bye" at the end of a run, "leave" before it. The
-        connections close.
-        """
+    def close(self, finished: bool, linger: float) -> None:
+        """End, and tell the others whether the run is finished. The connections close."""
         if not self._closed:
-            if word == "leave":
+            if not finished:
                 self._let_land()
-            self.do(lambda: self._end(word))
+            self.do(lambda: self._end(notes.Ends("finished" if finished else "left")))
             self._wait(lambda: self._closed, 5.0)
-        self._wait(self._is_said, LAST_WORD)
+        self._wait(self._notes_handed_over, LAST_NOTE)
         self._store_session.close()
         self._poller.close(linger)
 
@@ -147,7 +154,7 @@ class Driver(NetworkLoop):
 
     def turn(self, now: float, stopped: bool) -> None:
         """Take what has come, then look at the clock: pieces before notes, since an island's last
-        message and its "leave" may come in one turn, and all of it before an island is lost.
+        message and its end may come in one turn, and all of it before an island is lost.
         """
         self.traffic.look()
         self._do_jobs()
@@ -166,7 +173,7 @@ class Driver(NetworkLoop):
 
     def beat(self, now: float) -> None:
         """Say that this rank lives and how far it is, and look which peers stand."""
-        self.detector.say(["beat", self.machine.next], self.notes.values())
+        self.detector.say(notes.Beat(self.machine.next), self.notes.values())
         self.stopping.look(again=True)
         for member in self.notes:
             self._hear_landed(member)
@@ -175,8 +182,15 @@ class Driver(NetworkLoop):
             self._watch(now)
 
     def _watch(self, now: float) -> None:
-        """With every beat, while no island is lost."""
-        self._progress.look(self.machine, now)
+        """With every beat, while no island is lost. Who stands among fixed members is lost itself:
+        nobody could go on when it has ended.
+        """
+        if not self.fixed:
+            self._progress.look(self.machine, now)
+            return
+        n, seconds, behind = self.detector.behind(now)
+        if behind and seconds > self.detector.dead:
+            self._lose({behind[0]: f"it is alive, but has not come to message {n}"})
 
     def _step(self, event: Event) -> None:
         """Tell the machine what has happened, and do what it asks for."""
@@ -205,8 +219,8 @@ class Driver(NetworkLoop):
             self._let_move_in()
             if self.machine.state == "frozen":  # the record of a planned join: the change goes on
                 self._store_session.again(epoch)
-            early, self._early = self._early, []
-            for its_epoch, kept in early:
+            too_new, self._too_new = self._too_new, []
+            for its_epoch, kept in too_new:
                 self._take_later(its_epoch, kept)
 
     def _take_later(self, epoch: int, event: Event) -> None:
@@ -214,7 +228,7 @@ class Driver(NetworkLoop):
         if epoch <= self.machine.record.epoch:
             self._step(event)
         else:
-            self._early.append((epoch, event))
+            self._too_new.append((epoch, event))
             self._fetch(self.machine.record.epoch + 1)
 
     def _fetch(self, epoch: int) -> None:
@@ -222,9 +236,9 @@ class Driver(NetworkLoop):
             self._fetched = epoch
             self._store_session.fetch(epoch)
 
-    def _end(self, word: str) -> None:
+    def _end(self, note: notes.Ends) -> None:
         # on each connection: it comes before the end of that one, however late the others are
-        self.detector.say([word], [w for member in self.notes for w in self.detector.of(member)])
+        self.detector.say(note, [w for member in self.notes for w in self.detector.of(member)])
         if self.join_server is not None:
             self.join_server.close()
         self.fail(CLOSED)
@@ -249,8 +263,7 @@ class Driver(NetworkLoop):
         self.traffic.expect(message)
 
     def _cast(self, action: protocol_events.CastVote) -> None:
-        n, rank, view = action.ballot
-        self.detector.say(["vote", n, rank, view, action.epoch], self.detector.siblings.values())
+        self.detector.say(notes.Vote(*action.ballot, action.epoch), self.detector.siblings.values())
 
     def _seal(self, action: protocol_events.SealAllowed) -> None:
         self.stable = action.below
@@ -284,12 +297,23 @@ class Driver(NetworkLoop):
     def _freeze(self, action: protocol_events.Freeze) -> None:
         self._frozen_at = time.monotonic()
         self.traffic.freeze()
-        lost = [m.slot for m in self.machine.lost]
+        lost = tuple(m.slot for m in self.machine.lost)
         everybody = [*self.notes.values(), *self.detector.siblings.values()]
-        self.detector.say(["frozen", action.view, lost], everybody)
+        self.detector.say(notes.Frozen(action.view, lost), everybody)
 
     def _too_few(self, action: protocol_events.TooFew) -> None:
-        if action.members:
+        if action.lost:
+            slots, view = tuple(m.slot for m in action.lost), self.machine.record.view
+            self.detector.say(notes.Frozen(view, slots), self.detector.siblings.values())
+            unheard = "another rank of this island does not hear it"
+            how = [
+                f"{self._how_it_went(m)}: {self._reasons.get(m, unheard)}"
+                for m in sorted(action.lost)
+            ]
+            least, left = self.machine.min_continue, len(action.members)
+            few = f"{least} must go on together, and {left} of them can"
+            self.fail(f"{'; '.join(how)}; {few}{see('island-lost')}")
+        elif action.members:
             who = ", ".join(self.labels(m.slot) for m in action.members)
             what = "only %s could go on, which is less than ISLAND_MIN: waiting for the others"
             log.warning(what, who)
@@ -319,7 +343,7 @@ class Driver(NetworkLoop):
         self._expelled(action.record)
         self.fail("this island was expelled: the others went on without it")
 
-    # ---- words and signs of life ---------------------------------------------------------------
+    # ---- notes and signs of life ---------------------------------------------------------------
 
     def _hear_landed(self, member: Member) -> None:
         """How far a peer is, as its last frame said."""
@@ -337,77 +361,75 @@ class Driver(NetworkLoop):
                 wire.keep_pace(now)
 
     def _read_notes(self, wire: PeerConnection, member: Member | None) -> None:
-        """The words of a peer, or, where `member` is None, of another rank of this island. A peer
-        is to blame for what cannot be read, not for what fails here afterwards.
+        """Handle the notes of a peer, or, where `member` is None, of another rank of this island. A
+        peer is to blame for what cannot be read, not for what fails here afterwards.
         """
         while wire.notes:
             try:
-                word = read_note(wire.notes.popleft())
-            except ValueError as error:
+                note = notes.read_note(wire.notes.popleft())
+            except WireError as error:
                 if member is None:
                     raise
-                self._lose({member: f"a note that cannot be read ({error!r:.80})"})
+                self._lose({member: str(error)})
             else:
-                self._hear(word, member)
+                self._handle(note, member)
 
-    def _hear(self, word: list[Any], member: Member | None) -> None:
-        what = word[0]
-        if what == "stops":
-            self.stopping.hear(word, member)
-        elif what == "frozen":
-            view, lost = word[1], set(word[2])
-            self.later(SOON, lambda: self._freeze_too(view, lost))
-        elif member is not None:
-            self._hear_peer(what, word, member)
-        elif what == "vote":
-            n, rank, view, epoch = word[1:]
-            self._take_later(epoch, protocol_events.Voted(Ballot(n, rank, view), epoch))
+    def _handle(self, note: notes.Note, member: Member | None) -> None:
+        """Do what a note asks for. member: the peer that it is of, None for another rank here."""
+        match note, member:
+            case notes.Vote(n, rank, view, epoch), None:
+                self._take_later(epoch, protocol_events.Voted(Ballot(n, rank, view), epoch))
+            case notes.Stops(), _:
+                self.stopping.hear(note, member)
+            case notes.Frozen(view, lost), _:
+                self.later(SOON, lambda: self._freeze_too(view, lost, member is None))
+            case notes.Beat(next), Member():
+                self.detector.heard(member, next)
+            case notes.BeatWanted(), Member() if member in self.notes:
+                self.detector.say(notes.Beat(self.machine.next), [self.notes[member]])
+            case notes.Stands(n, seconds), Member():
+                if others := self._progress.told(self.machine, n, seconds, member):
+                    self._gone(protocol_events.Expelled(others))
+            case notes.Refused(why), Member():
+                self._lose({member: f"it has refused what this island sent: {why:.300}"})
+            case notes.EarlyOffered(n, kind), Member():
+                self.early_pieces.hear(n, kind, member)
+            case notes.EarlyKept(n), Member():
+                self.early_pieces.hear_kept(n, member)
+            case notes.Joined(), Member() if self.join_server is not None:
+                self.join_server.over(member)
+            case notes.Ends("finished"), Member():
+                self.detector.leaving.add(member)
+            case notes.Ends(how), Member():
+                if how == "stopped":
+                    self._stopped.add(member)
+                why = "it was stopped" if member in self._stopped else "it has ended"
+                self._lose({member: why})
         if member is not None and member in self.notes:
             self._hear_landed(member)
 
-    def _hear_peer(self, what: str, word: list[Any], member: Member) -> None:
-        if what == "beat":
-            self.detector.heard(member, word[1])
-        elif what == "landed?":
-            self.detector.say(["beat", self.machine.next], [self.notes[member]])
-        elif what == "joined" and self.join_server is not None:
-            self.join_server.over(member)
-        elif what == "early":
-            self.early_pieces.hear(word[1], word[2], member)
-        elif what == "kept":
-            self.early_pieces.hear_kept(word[1], member)
-        elif what == "bye":
-            self.detector.leaving.add(member)
-        elif what == "leave":
-            if word[1:] == [True]:
-                self._stopped.add(member)
-            self._lose({member: "it was stopped" if member in self._stopped else "it has ended"})
-        elif what == "refused":
-            self.refused(member, f"it has refused what this island sent: {word[1]:.300}")
-        elif what == "stands":
-            others = self._progress.told(self.machine, word[1], word[2], member)
-            if others is not None:
-                self._gone(protocol_events.Expelled(others))
-
-    def _freeze_too(self, view: int, lost: set[int]) -> None:
-        """Freeze a view that another rank has frozen, which does not hear `lost`. Those of them
-        that are half silent here, too, are lost at once: nobody waits for a report that will not
-        come.
+    def _freeze_too(self, view: int, lost: Collection[int], sibling: bool) -> None:
+        """Freeze a view that a peer or `sibling` has frozen, which does not hear `lost`. Those of
+        them that are half silent here, too, are lost at once: nobody waits for a report that will
+        not come.
         """
         quiet = self.detector.quiet(time.monotonic(), unheard=True)
         if view == self.machine.record.view:
             self._lose({member: "silent here, too" for member in quiet if member.slot in lost})
-        self._take_later(view, protocol_events.FrozenHeard(view))
+        unheard = frozenset(m for m in self.notes if sibling and m.slot in lost)
+        self._take_later(view, protocol_events.FrozenHeard(view, unheard))
 
     def refuse(self, member: Member, error: WireError) -> None:
-        """Count a peer that has sent damaged data as lost, and tell it why."""
+        """Count a peer that has sent damaged data as lost, and tell it why. Among fixed members the
+        damage is the error of the message that is waited for.
+        """
+        if self.stopping.last is not None:
+            self.stopping.last.damage = error
         if member in self.notes:
-            self.detector.say(["refused", str(error)], [self.notes[member]])
+            # it may name what a peer says
+            why = str(error)[:1024].encode(errors="replace").decode()
+            self.detector.say(notes.Refused(why), [self.notes[member]])
         self._lose({member: str(error)})
-
-    def refused(self, member: Member, why: str) -> None:
-        """Log why a peer has refused a piece of this island, which is about to be expelled."""
-        log.error("%s: %s", self.labels(member.slot), why)
 
     def _how_it_went(self, member: Member) -> str:
         """A peer that takes part no more, and whether it was stopped in order, for the log."""
@@ -423,6 +445,7 @@ class Driver(NetworkLoop):
         here = set(self.machine.record.members) - self.machine.lost
         lost = [m for m in found if m in here and not self.stopping.departed(m)]
         for member in lost:
+            self._reasons[member] = found[member]
             log.warning("%s: %s", self._how_it_went(member), found[member])
         if lost:
             # The machine freezes, and writes its report, at the first loss that it is told: so it

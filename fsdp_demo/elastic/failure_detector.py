@@ -1,7 +1,7 @@
 """Failure detection between the ranks of a run: heartbeats, and which peers are lost, with the
 reason.
 
-Each rank sends its peers a short word twice a second, from a thread of the process that trains. A
+Each rank sends its peers a note twice a second, from a thread of the process that trains. A
 peer is lost when its connections are gone, when it was silent for too long, or when one of its
 connections stands still while others move. A peer that sends heartbeats but makes no progress is
 waited for (`ProgressWatch`). The store has no part in failure detection.
@@ -9,21 +9,17 @@ waited for (`ProgressWatch`). The store has no part in failure detection.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
-
-import msgspec
-import torch
 
 from ..errors import see
 from ..membership.machine import Rank
 from ..membership.protocol_types import Member, Record
-from ..peers.connection import PeerConnection, QueuedPiece
+from ..peers.connection import PeerConnection
 from ..peers.poller import Poller
+from .notes import Note, Sign, Stands, say
 
 BEAT = 0.5  # seconds
 SOON = 0.03
@@ -32,53 +28,21 @@ of the same connection, too.
 """
 
 
-NOTES: dict[str, Any] = {
-    **dict.fromkeys(("beat", "kept", "planned"), tuple[int]),
-    "early": tuple[int, Literal["gather", "mixed"]],
-    "follow": tuple[dict[str, str]],
-    "frozen": tuple[int, list[int]],
-    "leave": list[bool],
-    "refused": tuple[str],
-    "stands": tuple[int, float],
-    "stops": tuple[int, bool, int],
-    "vote": tuple[int, int, int, int],
-}
-"""What stands behind a short word, where anything does."""
-
-
-def read_note(note: bytes) -> list[Any]:
-    """The short word of a note, and what stands behind it. Raises ValueError for another form."""
-    try:
-        word, *behind = json.loads(note)
-        return [word, *msgspec.convert(behind, NOTES.get(str(word), list[Any]))]
-    except (TypeError, RecursionError) as error:  # no list, or one of too many levels
-        raise ValueError(str(error)) from None
-
-
-def say(poller: Poller, word: list[Any], wires: Iterable[PeerConnection]) -> None:
-    """Send a short word, as JSON, over each of these connections."""
-    data = bytearray(json.dumps(word, separators=(",", ":")).encode())
-    for wire in wires:
-        with poller.lock:
-            wire.post_note(QueuedPiece(poller, torch.frombuffer(data, dtype=torch.uint8)))
-        poller.nudge(wire)
-
-
 class FailureDetector:
     """What one rank hears of its peers.
 
     Args:
-        notes: the connection for short words to each other member; connections: those for
+        notes: the connection for notes to each other member; connections: those for
             messages. siblings: the connections to the other ranks of this island, by peer group.
         dead: seconds of silence after which a peer is lost; meeting: the same before the first
-            word.
+            note.
         patience: seconds that a peer may stand, given how long the last messages took; given none
             for a peer that has not moved since it came, since its first step may compile.
 
     Attributes:
         began: the time at which this rank launched each undelivered message, by number. rounds:
             seconds that the last messages of steps took.
-        next_of: the next message of each peer, by its last word. leaving: peers that have
+        next_of: the next message of each peer, by its last beat. leaving: peers that have
             announced their end.
     """
 
@@ -117,9 +81,9 @@ class FailureDetector:
         """All connections to a peer."""
         return [self.notes[member], *self.connections.get(member, [])]
 
-    def say(self, word: list[Any], wires: Iterable[PeerConnection]) -> None:
-        """Send a short word over some of the connections."""
-        say(self._poller, word, wires)
+    def say(self, note: Note, wires: Iterable[PeerConnection]) -> None:
+        """Send a note over some of the connections."""
+        say(self._poller, note, wires)
 
     def watch(self, now: float) -> None:
         """Find the connections that stand, with every beat, and send a sign on each idle connection
@@ -131,9 +95,8 @@ class FailureDetector:
         """
         if now - self._signed > self.dead / 5:
             self._signed = now
-            self.say(
-                ["sign"], [w for wires in self.connections.values() for w in wires if not w.waiting]
-            )
+            idle = [w for wires in self.connections.values() for w in wires if not w.waiting]
+            self.say(Sign(), idle)
         half, standing = max(self.dead / 2, 4 * BEAT), dict[PeerConnection, float]()
         for member in self.notes:
             stood = {w: seconds for w in self.of(member) if (seconds := w.stood) is not None}
@@ -220,7 +183,7 @@ class FailureDetector:
         return bool(self._ended)
 
     def _counts_as_gone(self, member: Member, now: float) -> bool:
-        """Whether a peer is lost whose connection is gone: a moment later, since its last word may
+        """Whether a peer is lost whose connection is gone: a moment later, since its last note may
         come on another one, and not where it has announced its end and no message waits for it.
         """
         if member in self.leaving and not self.began:
@@ -271,7 +234,7 @@ class ProgressWatch:
             self._waits, self._next = n, max(PATIENCE, 2 * usual)
         for member in behind:
             if seconds > self._detector.patience_with(member):
-                self._detector.say(["stands", n, seconds], [self._detector.notes[member]])
+                self._detector.say(Stands(n, seconds), [self._detector.notes[member]])
         if not behind or seconds < self._next:
             return
         self._next *= 2

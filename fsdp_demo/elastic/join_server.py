@@ -3,7 +3,7 @@ and what the donor sends it.
 
 Each rank of each member listens at an address that stands in the store
 (`join_messages.listener_key`). A newcomer tells there who it is and is given ports of its own: for
-short words, for the snapshot and ticks, for messages, and for what it sends as a member. It is a
+notes, for the snapshot and ticks, for messages, and for what it sends as a member. It is a
 *joining island* until a record names it. There is one at a time; others are told to come later.
 Its donor is the member with the lowest slot.
 
@@ -12,7 +12,6 @@ Its donor is the member with the lowest slot.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,22 +19,35 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import zmq
 from torch import Tensor
 
-from ..files import from_json
+from ..errors import WireError
+from ..files import unreadable
 from ..membership.protocol_types import Member
 from ..peers import bulk_stream
 from ..peers.collectives import ReceivedMessage
 from ..peers.connection import PeerConnection
 from ..peers.header import WITHIN
-from ..peers.join_messages import DonorSnapshot, JoinConnections, Request, Tick, packed, to_bytes
+from ..peers.join_messages import (
+    DonorSnapshot,
+    JoinAnswer,
+    JoinConnections,
+    LetIn,
+    RankStatus,
+    Refusal,
+    Request,
+    Tick,
+    packed,
+    to_bytes,
+)
 from ..peers.poller import Poller
 from ..peers.zeromq import bound, resolved
 from .chunks import most_streams
-from .failure_detector import read_note
 from .message_state import RoundMessage
 from .network_loop import NetworkLoop
+from .notes import Follow, Planned, Ready, read_note
 
 log = logging.getLogger("fsdp_demo")
 
@@ -131,51 +143,48 @@ class JoinServer:
         with suppress(zmq.Again):
             parts = self._listener.recv_multipart(zmq.NOBLOCK)
             if len(parts) == 2:
+                answer: JoinAnswer
                 try:
                     answer = self._answer(parts[1])
                 except Exception as error:  # no port, no descriptor: a newcomer asks again
-                    answer = {"later": (why := f"it lets nobody in for now: {error!r:.200}")}
+                    answer = Refusal(why := f"it lets nobody in for now: {error!r:.200}")
                     if why != self._trouble:
                         log.warning("%s: %s", self._label, why)
                     self._trouble = why
-                self._listener.send_multipart([parts[0], json.dumps(answer).encode()], zmq.NOBLOCK)
+                self._listener.send_multipart([parts[0], msgspec.json.encode(answer)], zmq.NOBLOCK)
 
-    def _answer(self, data: bytes) -> dict[str, Any]:
-        """{"refused": why} for good, {"later": why}, or the ports to connect to."""
+    def _answer(self, data: bytes) -> JoinAnswer:
         try:
-            found = from_json(data, Request, "a request")
-        except ValueError as error:
-            return {"refused": str(error)}
+            found = msgspec.json.decode(data, type=Request)
+        except (ValueError, RecursionError) as error:
+            return Refusal(str(unreadable(data, "a request", error)), final=True)
         if found.ask == "status":
             return self._status()
         if found.run != self._prefix or found.peer_group != self._peer_group:
-            return {
-                "refused": f"this is peer group {self._peer_group} of run {self._prefix}, not peer "
-                f"group {found.peer_group} of {found.run:.200}"
-            }
+            return Refusal(
+                f"this is peer group {self._peer_group} of run {self._prefix}, not peer group "
+                f"{found.peer_group} of {found.run:.200}",
+                final=True,
+            )
         if self.joining_island is not None and self.joining_island.member.slot == found.slot:
             self.drop("it has started again")
         if self.joining_island is not None:
-            return {"later": f"{self.joining_island.name} joins at the moment"}
+            return Refusal(f"{self.joining_island.name} joins at the moment")
         if self.loop.machine.state != "running":
-            return {"later": "the members change at the moment"}
+            return Refusal("the members change at the moment")
         if found.slot in [m.slot for m in self.loop.machine.record.members]:
-            return {"later": f"island {found.slot} is a member: its end was not noticed yet"}
+            return Refusal(f"island {found.slot} is a member: its end was not noticed yet")
         return self._let_in(Member(found.slot, found.incarnation), found.name[:200])
 
-    def _status(self) -> dict[str, Any]:
+    def _status(self) -> RankStatus:
         """How this rank stands, for `fsdp-demo status`."""
         rank, island, now = self.loop.machine, self.joining_island, time.monotonic()
         notes = self.loop.detector.notes
-        return {
-            "launched": rank.next,
-            "delivered": rank.landed,
-            "state": rank.state,
-            "heard": {str(m.slot): round(now - wire.heard_at, 2) for m, wire in notes.items()},
-            "joining": island.name if island is not None and not island.moved else "",
-        }
+        heard = {str(m.slot): round(now - wire.heard_at, 2) for m, wire in notes.items()}
+        joining = island.name if island is not None and not island.moved else ""
+        return RankStatus(rank.next, rank.landed, rank.state, heard, joining)
 
-    def _let_in(self, who: Member, name: str) -> dict[str, Any]:
+    def _let_in(self, who: Member, name: str) -> LetIn:
         count = num_connections(self.loop.detector.connections)
         here = self._poller, self._prefix, self._peer_group, self._me, who, count
         island = JoiningIsland(name, *here)
@@ -185,7 +194,7 @@ class JoinServer:
             island.close()
             raise
         self.joining_island, self._names[who.slot], self._trouble = island, name, ""
-        return {"ports": ports, "connections": count}
+        return LetIn(ports)
 
     # ---- the joining island --------------------------------------------------------------------
 
@@ -205,13 +214,13 @@ class JoinServer:
         ready, notes = False, island.wires["notes"].notes
         while notes and not island.moved:
             try:
-                word = read_note(notes.popleft())
-            except ValueError:
+                note = read_note(notes.popleft())
+            except WireError:
                 self.drop("it sends what cannot be read")
                 return None
-            if word[0] == "follow":
-                island.brings, island.asked = word[1], True
-            ready |= word[0] == "ready" and island.following and not island.outdated
+            if isinstance(note, Follow):
+                island.brings, island.asked = note.brings, True
+            ready |= isinstance(note, Ready) and island.following and not island.outdated
         return island.member if ready else None
 
     def _cannot_join(self, island: JoiningIsland, now: float) -> str:
@@ -253,7 +262,7 @@ class JoinServer:
         for wire in detector.of(member):
             wire.said = (record.epoch, rank.landed)
             wire.renew(record.view)
-        detector.say(["planned", record.epoch], [notes])
+        detector.say(Planned(record.epoch), [notes])
         if self.first:
             base = record.base[record.members.index(member)]
             who = self.loop.labels(member.slot)
@@ -324,7 +333,9 @@ class DonorFeed:
 
     @property
     def feeding(self) -> bool:
-        """Whether an island has been sent its snapshot, and is there: messages follow it."""
+        """Whether the joining island has its snapshot and is still connected. Each message is sent
+        to it, too, then.
+        """
         # read once: the network thread may drop it meanwhile
         return (island := self._served) is not None and island.following
 

@@ -22,6 +22,7 @@ from .chunks import Stream, Streams
 from .failure_detector import SOON
 from .message_state import EarlyMessage, RoundMessage
 from .network_loop import NetworkLoop
+from .notes import EarlyKept, EarlyOffered
 
 SHORT = 4 << 20
 """Bytes of a piece whose checksum is compared at once; that of a longer one in the thread that
@@ -182,7 +183,7 @@ class Traffic:
             epoch, protocol_events.PieceReceived(view, epoch, sender, n, kind, piece, landed)
         )
         if piece.what == "early" and sender in notes:
-            self._detector.say(["kept", n], [notes[sender]])
+            self._detector.say(EarlyKept(n), [notes[sender]])
 
     # ---- what goes -----------------------------------------------------------------------------
 
@@ -317,8 +318,8 @@ class EarlyPieces:
         assert early.data is not None
         to = to if early.data.size <= SHORT else to[:1]
         self._offered, self._nobody = set(to), not to
-        word = ["early", early.n, early.kind]
-        self._loop.detector.say(word, [notes[m] for m in to if m in notes])
+        offer = EarlyOffered(early.n, early.kind)
+        self._loop.detector.say(offer, [notes[m] for m in to if m in notes])
         for m in to:
             self._traffic.send_early(early, Piece("early", rank.me), m)
 

@@ -86,8 +86,7 @@ class RoundMessage:
             of islands that leave, by island.
         making: parts of the mean under calculation, with the view in which they are to be sent,
             and the receivers.
-        damage: found first in a piece of it. Where all must stay it is the error of the message,
-            not the loss of the peer that may follow.
+        damage: found first in a piece of it, or in what a peer has sent beside it.
         sent, received: bytes so far, headers counted. alike, something: of a message to compare,
             see `PeerGroup`.
     """

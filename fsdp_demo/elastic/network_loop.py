@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from ..errors import PeerLost
 from ..membership.machine import Rank
@@ -25,6 +24,7 @@ from ..membership.protocol_types import Member
 from ..peers.poller import Poller
 from .failure_detector import BEAT, SOON, FailureDetector
 from .message_state import RoundMessage
+from .notes import BeatWanted, Stops
 
 log = logging.getLogger("fsdp_demo")
 
@@ -32,8 +32,8 @@ CLOSED = "the connections were closed"
 """The regular end: what this rank has is what all have. After a failure nobody knows that
 (seal-stable)."""
 
-LAST_WORD = 1.0
-"""Seconds that the last message of this rank has to arrive, and its last word to be handed over."""
+LAST_NOTE = 1.0
+"""Seconds that the last message of this rank has to arrive, and its last note to be handed over."""
 
 STOPPED = 2.0
 """Seconds between two turns after which the process itself must have been stopped: the others are
@@ -77,7 +77,7 @@ class NetworkLoop:
         """Ask the members how far they are, and wait for what follows from it, or until this rank
         has ended; whether it is reached. In another thread.
         """
-        self.do(lambda: self.detector.say(["landed?"], self.detector.notes.values()))
+        self.do(lambda: self.detector.say(BeatWanted(), self.detector.notes.values()))
         self._wait(lambda: reached() or self._closed or self._left, seconds)
         return reached()
 
@@ -87,11 +87,12 @@ class NetworkLoop:
         return reached or self._left or self._failed == CLOSED
 
     def _let_land(self) -> None:
-        """Wait a moment until the others have what was delivered here. "leave" takes a connection
-        of its own: those that hear it before a message settle without this rank, which has it.
+        """Wait a moment until the others have what was delivered here. The note of the end takes a
+        connection of its own: those that hear it before a message settle without this rank, which
+        has it.
         """
         had = self.machine.landed
-        self.wait(lambda: not self.machine.unread(had), LAST_WORD)
+        self.wait(lambda: not self.machine.unread(had), LAST_NOTE)
 
     def _wait(self, reached: Callable[[], bool], seconds: float) -> None:
         with suppress(RuntimeError):  # the connections were closed
@@ -152,8 +153,10 @@ class NetworkLoop:
         while self._jobs and not self._closed:
             self._jobs.popleft()()
 
-    def _is_said(self) -> bool:
-        """Whether what was said last has left: closing the connections drops what waits here."""
+    def _notes_handed_over(self) -> bool:
+        """Whether ZeroMQ has all queued notes. Closing a connection drops those that are still
+        queued here.
+        """
         return not any(wire.waiting and not wire.gone for wire in self.detector.wires)
 
 
@@ -175,7 +178,7 @@ class Stopping:
         self._told: set[Member] = set()
         self._ends: dict[Member, int] = {}
         self._applied_at: dict[Member, int] = {}
-        self._said: list[Any] = []
+        self._said: Stops | None = None
 
     def stop_with_all(self, applied_at: int, seconds: float) -> int | None:
         """The wait of a rank that launches nothing more (`PeerGroup.stop_with_all`), in the thread
@@ -196,27 +199,26 @@ class Stopping:
         if rank.me not in self._told or rank.state in ("left", "expelled"):
             return
         self.together |= self._told >= set(rank.record.members) - rank.lost
-        ends, applied_at = (at.get(rank.me, -1) for at in (self._ends, self._applied_at))
-        word = ["stops", ends, self.together, applied_at]
-        if word != self._said or again:
-            self._said = word
-            detector.say(word, [*detector.notes.values(), *detector.siblings.values()])
+        end, applied_at = (at.get(rank.me, -1) for at in (self._ends, self._applied_at))
+        note = Stops(end, self.together, applied_at)
+        if note != self._said or again:
+            self._said = note
+            detector.say(note, [*detector.notes.values(), *detector.siblings.values()])
 
-    def hear(self, word: list[Any], member: Member | None) -> None:
-        """The word of a peer that is told to end; of another rank of this island where `member` is
-        None. A peer that says that all are told to end has heard so from each.
+    def hear(self, note: Stops, member: Member | None) -> None:
+        """Take the note of a peer that is told to end; of another rank of this island where
+        `member` is None. A peer that says that all are told to end has heard so from each.
         """
         me = self._loop.machine.me
-        _, ends, together, applied_at = word
         if member is None:
             self._told.add(me)
         else:
             self._told.add(member)
-            self.together |= together and me in self._told
-            if ends >= 0:
-                self._ends.setdefault(member, ends)
-            if applied_at >= 0:
-                self._applied_at[member] = applied_at
+            self.together |= note.together and me in self._told
+            if note.end >= 0:
+                self._ends.setdefault(member, note.end)
+            if note.applied_at >= 0:
+                self._applied_at[member] = note.applied_at
 
     def end(self, applied_at: int = -1) -> None:
         """Note that this rank sends no further message, since all islands are told to end: another

@@ -6,12 +6,12 @@ Until then it has connections and no driver: whoever waits for something moves t
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from ..errors import PeerLost, WireError, see
@@ -22,9 +22,12 @@ from ..peers.collectives import ReceivedMessage
 from ..peers.header import RESET, WITHIN
 from ..peers.join_messages import LONGEST as LONGEST_HEAD
 from ..peers.join_messages import (
+    WIRES,
     Expected,
     JoinConnections,
+    LetIn,
     MessageHead,
+    Refusal,
     Request,
     Tick,
     ask_join_server,
@@ -35,7 +38,8 @@ from ..peers.join_messages import (
 from ..peers.pieces import LONGEST
 from ..peers.poller import Poller
 from ..peers.zeromq import Meeting
-from .failure_detector import BEAT, read_note, say
+from .failure_detector import BEAT
+from .notes import Follow, Planned, Ready, Sign, read_note, say
 from .store_session import newest, record_key
 
 AGAIN = 1.0  # seconds between two questions to somebody who is busy
@@ -90,7 +94,7 @@ class MemberSearch:
             return
         self._said = now
         wires = [r.wires["notes"] for r in self._found]
-        say(self.poller, ["here"], [w for w in wires if w.met and not w.gone])
+        say(self.poller, Sign(), [w for w in wires if w.met and not w.gone])
 
     def reach(
         self, seconds: float, turn: int = 0, since: Record | None = None
@@ -138,13 +142,13 @@ class MemberSearch:
             # In the order of slots, and no further than one lets in: so two islands that come at
             # once do not wait for each other.
             for m in [m for m in members if m not in reached]:
-                answer = self._ask(m)
-                if "refused" in answer:
-                    raise ValueError(f"{self.labels(m.slot)} refuses {name}: {answer['refused']}")
-                if "ports" not in answer:
-                    why = f"{self.labels(m.slot)}: {answer['later']}"
+                host, answer = self._ask(m)
+                if isinstance(answer, Refusal):
+                    why = f"{self.labels(m.slot)}: {answer.why}"
+                    if answer.final:
+                        raise ValueError(f"{name} is refused by {why}")
                     break
-                reached[m] = self.poller.run(partial(self._dial, m, answer))
+                reached[m] = self.poller.run(partial(self._dial, m, host, answer.ports))
             self._found = found = [reached[m] for m in members if m in reached]
             self._wait(found)
             if record is None or still:
@@ -170,28 +174,27 @@ class MemberSearch:
             self.poller.dial_again(wires)
             self.poller.wait_until(lambda: all(w.met for w in wires), min(left, 0.02))
 
-    def _ask(self, member: Member) -> dict[str, Any]:
-        """Ask a member to let this island in (`JoinServer`)."""
+    def _ask(self, member: Member) -> tuple[str, LetIn | Refusal]:
+        """Ask a member to let this island in (`JoinServer`); where it listens, and what it says."""
         text = self.at.get(listener_key(member, self.peer_group))
-        if not text:
-            return {
-                "later": "it has no listener: it cannot be reached from outside (ISLAND_ADDRESS)"
-            }
         host, _, port = text.rpartition(":")
+        if not text:
+            unreached = "it has no listener: it cannot be reached from outside (ISLAND_ADDRESS)"
+            return host, Refusal(unreached)
         slot, incarnation = self.me
         request = Request("", self.prefix, self.peer_group, slot, incarnation, self.name)
         keys, context = self.poller.keys, self.poller.context
         answer = ask_join_server(context, keys, host, int(port), request, 5.0)
-        if answer is None:
-            time.sleep(AGAIN / 5)  # where nobody listens this is known at once
-            return {"later": f"its listener at {text} does not answer"}
-        return {"host": host, **answer}
+        if isinstance(answer, LetIn | Refusal):
+            return host, answer
+        time.sleep(AGAIN / 5)  # where nobody listens this is known at once
+        return host, Refusal(f"its listener at {text} does not answer")
 
-    def _dial(self, member: Member, answer: dict[str, Any]) -> Reached:
-        count = int(answer["connections"])
+    def _dial(self, member: Member, host: str, ports: Sequence[int]) -> Reached:
+        count = len(ports) - len(WIRES)
         made = Reached(self.poller, self.prefix, self.peer_group, self.me, member, count)
-        for wire, port in zip(made.every, answer["ports"], strict=True):
-            wire.dial(f"tcp://{join_address(answer['host'], int(port))}")
+        for wire, port in zip(made.every, ports, strict=True):
+            wire.dial(f"tcp://{join_address(host, port)}")
         return made
 
 
@@ -252,11 +255,11 @@ class Following:
             notes = self._donor.wires["notes"].notes
             while notes:
                 try:
-                    word = read_note(notes.popleft())
-                except ValueError as error:
+                    note = read_note(notes.popleft())
+                except WireError as error:
                     raise PeerLost(f"{self._who} sent what cannot be read: {error}") from None
-                if word[0] == "planned":
-                    self._record = read_record(self._at.get(record_key(word[1])))
+                if isinstance(note, Planned):
+                    self._record = read_record(self._at.get(record_key(note.epoch)))
         return self._record is not None
 
     def head(self, longest: int, seconds: float, brings: Mapping[str, str]) -> Tensor | None:
@@ -269,8 +272,9 @@ class Following:
         """
         if not self._asked:
             self._asked = True
-            fits = len(json.dumps(dict(brings))) < LONGEST - 64
-            self._say(["follow", dict(brings) if fits else {}])
+            follow = Follow(dict(brings))
+            fits = len(msgspec.json.encode(follow)) <= LONGEST
+            say(self._poller, follow if fits else Follow({}), [self._donor.wires["notes"]])
         found = self._ticks.begin(seconds)
         if found is None:
             return None
@@ -310,7 +314,7 @@ class Following:
             now = time.monotonic()
             if self._first and not self.planned and now > self._ready_at:
                 self._ready_at = now + AGAIN
-                self._say(["ready"])
+                say(self._poller, Ready(), [self._donor.wires["notes"]])
             found = self._ticks.begin(seconds)
         if found is None:
             return None
@@ -402,6 +406,3 @@ class Following:
     def close(self) -> None:
         """End before it took part."""
         self._poller.close(0)
-
-    def _say(self, word: list[Any]) -> None:
-        say(self._poller, word, [self._donor.wires["notes"]])

@@ -7,7 +7,8 @@ long for what is short, and is at most 5 % faster for what is long.
 
 Where islands come and go, what comes back may be of fewer of them: `slots` says of which, and
 `rank`, `size` and `names` follow it, message by message. A loss raises nothing: the call takes
-longer. Where all must stay it raises (`rendezvous/fixed_peers.py`).
+longer. It raises where too few are left, as in a mesh, whose members must all stay. A single
+replica is a record of one member: nothing is sent, and there is no thread and no socket.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PeerLost
-from ..membership.protocol_types import Member, Settlement
+from ..membership.protocol_types import Member, Settlement, first_record
 from ..net.link import TCP_SHARE, Link
 from ..net.tcp import least_round_trip
 from ..peers.collectives import ReceivedMessage
@@ -46,7 +47,7 @@ class PeerGroup:
         link: pace of a rehearsal, or None; `share` ranks of this island use it at once.
 
     Attributes:
-        elastic: islands may come and go. begun: until then the loss of an island ends the start.
+        begun: until then the loss of an island ends the start.
         slots: the islands of the last message; rank, size, names: this one among them, how many
             they are, and what errors call them.
         digest: of the configuration, once it is agreed. ending: what is sent from now on belongs to
@@ -64,7 +65,6 @@ class PeerGroup:
         longest_early: bytes that an island which leaves may send ahead of a message (`send_early`).
     """
 
-    elastic = True
     unsettled = False
 
     def __init__(
@@ -84,6 +84,7 @@ class PeerGroup:
         self.following: Following | None = None
         self._me, self._names, self._next = me, names, 0
         self._driver: Driver | None = None
+        self._closed = False
         self.submit: Callable[[Callable[[], None]], Any] = lambda job: job()
         self.told_to_end: Callable[[], bool] = lambda: False
         self.num_connections, self.longest_early = 1, 0
@@ -203,7 +204,8 @@ class PeerGroup:
             lost = ", ".join(self.label_of(s) for s in before if s not in self.slots)
             raise PeerLost(f"{lost} was lost while the islands came together")
         self.alike, self.something = message.alike, message.something
-        self._account(message.sent, message.received, bool(vectors), setup)
+        if self._driver is not None:
+            self._account(message.sent, message.received, bool(vectors), setup)
         if self.donor_feed is not None and self.donor_feed.feeding:
             arrived = ReceivedMessage(*out, slots=self.slots)
             self.donor_feed.message(message.n, arrived, message.coded(settled))
@@ -241,16 +243,23 @@ class PeerGroup:
 
     def _taken_part(self, message: RoundMessage) -> Settlement:
         """Send the next message, and wait until it is complete."""
-        if self._driver is None:
+        if self._closed:
             raise PeerLost("the connections were closed")
         self._next += 1
+        if self._driver is None:  # a single replica
+            settled = first_record([self._me]).settlement(message.n)
+            if message.vectors:
+                message.average(settled)
+            return settled
         if self.donor_feed is not None and self.donor_feed.feeding:
             self.donor_feed.launching(message)
         self._driver.launch(message)
         return self._finished(message)
 
     def _finished(self, message: RoundMessage) -> Settlement:
-        """Do what the message asks for, until it is complete."""
+        """Do what the message asks for, until it is complete. Among fixed members the damage that
+        was found in one of its pieces is the error, not the loss that follows from it.
+        """
         self._message = message
         try:
             while True:
@@ -260,6 +269,10 @@ class PeerGroup:
                 if isinstance(task, BaseException):
                     raise task
                 task()
+        except PeerLost:
+            if message.damage is not None and self.fixed:
+                raise message.damage from None
+            raise
         finally:
             self._message = None
 
@@ -322,6 +335,13 @@ class PeerGroup:
         return tuple(lacking)
 
     @property
+    def fixed(self) -> bool:
+        """Whether the members are those of the start, in a mesh or of a single replica: all must
+        stay, and who has ended does not come back as a newcomer.
+        """
+        return self.following is None and (self._driver is None or self._driver.fixed)
+
+    @property
     def epoch(self) -> int:
         """How often the members have changed."""
         return 0 if self._driver is None else self._driver.machine.record.epoch
@@ -367,8 +387,10 @@ class PeerGroup:
         return self._driver.stopping.stop_with_all(applied_at, seconds)
 
     def leave(self, stopped: bool = False) -> None:
-        """Tell the others that this island goes on no more, and whether it was told to stop."""
-        if self._driver is not None:
+        """Tell the others that this island goes on no more, and whether it was told to stop. Fixed
+        members are told nothing: they do not go on either, and may still lack its last message.
+        """
+        if self._driver is not None and not self.fixed:
             self._driver.leave(stopped)
 
     def expel(self, why: str) -> None:
@@ -380,11 +402,11 @@ class PeerGroup:
 
     def wait_stable(self, seconds: float) -> bool:
         """Wait until all members have delivered what this rank has; only then may it be sealed in a
-        checkpoint.
+        checkpoint. What fixed members save is saved by all, or counts for nothing.
         """
         if self.unsettled:
             return False
-        if self._driver is None or self.following is not None:
+        if self._driver is None or self.fixed or self.following is not None:
             return True
         return self._driver.wait_stable(self._next, seconds)
 
@@ -401,7 +423,7 @@ class PeerGroup:
         leaves.
         """
         if self._driver is not None:
-            self._driver.close("bye" if self.ending else "leave", 5.0)
+            self._driver.close(self.ending or self.fixed, 5.0)
         elif self.following is not None:
             self.following.close()
-        self._driver = None
+        self._driver, self._closed = None, True

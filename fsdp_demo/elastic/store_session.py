@@ -1,8 +1,8 @@
 """The store in a change of members: reports are written and watched for, records are proposed and
 read, in a thread of its own.
 
-In health it asks nothing. A store that does not answer is said once and asked again: training waits
-for the change meanwhile.
+In health it asks nothing, and its thread begins with the first question. A store that does not
+answer is said once and asked again: training waits for the change meanwhile.
 
 Keys below those of the meeting:
 
@@ -74,8 +74,7 @@ class StoreSession:
         self._met, self._own = False, ""  # this rank has written here; the key of its report
         self._jobs: queue.SimpleQueue[Callable[[Store], None] | None] = queue.SimpleQueue()
         self._watched: Watched | None = None
-        self._thread = threading.Thread(target=self._run, name="membership store", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def begin(self, record: Record) -> None:
         """Write the first record, unless it stands there."""
@@ -84,7 +83,7 @@ class StoreSession:
             self._hand_in(at, record)
             self._met = True
 
-        self._jobs.put(job)
+        self._do(job)
 
     def post(self, report: Report, record: Record) -> None:
         """Write a report; then watch for the reports of all members of `record` on its view, and
@@ -97,7 +96,7 @@ class StoreSession:
             until = time.monotonic() + self._dead
             self._watched = Watched(report.view, record.members, record.epoch + 1, until)
 
-        self._jobs.put(job)
+        self._do(job)
 
     def lost(self, members: Iterable[Member]) -> None:
         """Note that these were lost while the change is on: their reports are not waited for until
@@ -108,11 +107,11 @@ class StoreSession:
             if self._watched is not None:
                 self._watched.lost |= set(members)
 
-        self._jobs.put(job)
+        self._do(job)
 
     def propose(self, record: Record) -> None:
         """Offer a record to the store (compare_set), and tell which one it has then."""
-        self._jobs.put(lambda at: self._hand_in(at, record))
+        self._do(lambda at: self._hand_in(at, record))
 
     def again(self, epoch: int) -> None:
         """A record came that leaves this rank frozen (a planned join): watch for the one after it,
@@ -128,16 +127,25 @@ class StoreSession:
                     )
                 )
 
-        self._jobs.put(job)
+        self._do(job)
 
     def fetch(self, epoch: int) -> None:
         """Read a record that somebody has announced."""
-        self._jobs.put(lambda at: self._seen(at, self._known(at, epoch)))
+        self._do(lambda at: self._seen(at, self._known(at, epoch)))
 
     def close(self) -> None:
         """End the thread, unless a silent store holds it."""
         self._jobs.put(None)
-        self._thread.join(1.0)
+        if self._thread is not None:
+            self._thread.join(1.0)
+
+    def _do(self, job: Callable[[Store], None]) -> None:
+        """Run `job` in the thread, behind those before it."""
+        self._jobs.put(job)
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="membership store", daemon=True)
+            thread.start()
+            self._thread = thread  # not before: `close` joins it, in another thread
 
     # ---- in the thread -------------------------------------------------------------------------
 
@@ -267,7 +275,7 @@ class Watched:
         return {m for m in self.members for r in found if (r.rank, m) not in known}
 
     def take(self, key: str, text: str) -> None:
-        """A report; one that cannot be read is as one that does not come."""
+        """Keep a member's report. A damaged report counts as missing."""
         try:
             report = from_json(text, Report, "a report in the store")
             self.found[key], self.new = report, True

@@ -80,7 +80,7 @@ class Exchange(Readings):
     ):
         self.topology, self.host, self.opened, start = topology, host, config, start or Start()
         assembly.check(config, host)
-        if topology.kind != "single":  # alone nothing is sent: shapes are enough to plan with
+        if topology.islands > 1:  # alone nothing is sent: shapes are enough to plan with
             refuse_meta(host, model)
         refuse_unknown(host, model, config.own_tensors)
         host.init_optimizer_state()

@@ -26,7 +26,7 @@ from ..errors import PeerLost
 from ..peers.collectives import ReceivedMessage
 from ..peers.header import EARLY, FAR, LEAVING, NOT_FINITE, STOP, Header
 from .ledger import ExchangeRecord, Ledger
-from .message import MessageLayout, Said
+from .message import HeaderFields, MessageLayout
 from .saved_state import History, InFlightState
 from .sending import ExchangeConnections, Exchanging, MessageSender, PendingExchange
 from .watch import Norms, Watch
@@ -86,12 +86,12 @@ class InFlightQueue:
 
     # ---- sending -------------------------------------------------------------------------------
 
-    def launch(self, outgoing: dict[str, ChannelPayload], step: int, said: Said) -> None:
+    def launch(self, outgoing: dict[str, ChannelPayload], step: int, fields: HeaderFields) -> None:
         """Send the payloads of channels at this step as one message."""
         flight = PendingExchange(step, list(outgoing), outgoing, layout=self.layout(outgoing, step))
         self.flights.append(flight)
         self.last.update(dict.fromkeys(outgoing, step + 1))
-        self.sender.send(flight, said)
+        self.sender.send(flight, fields)
 
     # ---- what is under way ---------------------------------------------------------------------
 

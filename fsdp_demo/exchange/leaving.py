@@ -262,7 +262,7 @@ class Departures:
         """Begin to watch for another attempt that the others have begun without this island."""
         topology, peers = self._topology, self._connections.peers
         self._presence.start()
-        if topology.elastic and topology.rank == 0 and peers is not None:
+        if topology.rank == 0 and peers is not None:
             self._presence.fence(
                 lambda: len(peers.alive) < topology.count,
                 lambda: peers.epoch,

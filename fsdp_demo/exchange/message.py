@@ -195,8 +195,9 @@ def unpack_bits(data: Tensor, n: int) -> list[bool]:
 
 
 @dataclass(frozen=True)
-class Said:
-    """The contents of one header. Numbers on a device are read in the thread that sends.
+class HeaderFields:
+    """The fields of one header that training fills. Numbers on a device are read in the thread
+    that sends.
 
     Attributes:
         weight, flags: as in `header.Header`.
@@ -316,7 +317,7 @@ class LocalStatus:
 
     def header(
         self, names: Collection[str], by_tokens: bool, island: IslandGroup, device: torch.device
-    ) -> Said:
+    ) -> HeaderFields:
         """The header contents of a message of the channels `names`. Losses are used up; their mean
         leaves out NaN.
 
@@ -338,7 +339,7 @@ class LocalStatus:
             else None
         )
         self._losses.clear()
-        return Said(weight, flags, loss, self.bad, self.run)
+        return HeaderFields(weight, flags, loss, self.bad, self.run)
 
     def weight(self, names: Collection[str], island: IslandGroup) -> tuple[float, float]:
         """Tokens of the island since the last exchange of the channels `names`, and in all. A

@@ -156,7 +156,7 @@ def local_shape(shape: Sequence[int], shards: int, shard: int) -> tuple[int, ...
 
 # ---- memory ------------------------------------------------------------------------------------
 #
-# Three parts, each on the device of the shards and on the host (`recipes/benchmarks/memory.py`):
+# Three parts, each on the device of the shards and on the host (`benchmarks/memory.py`):
 #
 # * state: kept all the time. Accumulators on the device; anchors and outer momenta there or, with
 #   `offload_outer_state`, in pinned memory. torch rounds each pinned block up to a power of two

@@ -274,7 +274,7 @@ class Readings:
         """Where islands come and go: the number of members, of those in the last message, and of
         changes of the members."""
         peers = self._peers
-        if peers is None or not peers.elastic:
+        if peers is None or peers.fixed:
             return {}
         return {"alive": len(peers.alive), "participating": peers.size, "epoch": peers.epoch}
 

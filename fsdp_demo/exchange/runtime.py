@@ -417,14 +417,14 @@ class StepRuntime:
         if not outgoing:
             return
         by_tokens = any(c.channel.reducer.weight == "tokens" for c in self.channels)
-        said = self.status.header(outgoing, by_tokens, self.island, self.host.device)
+        fields = self.status.header(outgoing, by_tokens, self.island, self.host.device)
         if not by_tokens and self._joined_within(outgoing):
-            said = replace(said, weight=-1.0)
+            fields = replace(fields, weight=-1.0)
         self.queue.launch(
             outgoing,
             self.step,
             replace(
-                said,
+                fields,
                 bad=bad,
                 total=self._total(outgoing),
                 norm=self._norm(outgoing),

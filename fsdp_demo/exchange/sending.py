@@ -45,7 +45,7 @@ from ..rendezvous.island import IslandGroup
 from ..rendezvous.position import ShardPosition
 from ..rendezvous.topology import Topology
 from .ledger import ExchangeRecord, Ledger, Moved
-from .message import MessageLayout, Said
+from .message import HeaderFields, MessageLayout
 from .saved_state import InFlightState
 from .watch import Norms, Watch, give_up
 
@@ -339,10 +339,10 @@ class MessageSender:
         self._watch, self._norms, self._ledger = watch, norms, ledger
         self._staging = Staging(device)
 
-    def send(self, flight: PendingExchange, said: Said) -> None:
+    def send(self, flight: PendingExchange, fields: HeaderFields) -> None:
         """Hand a message to the worker; its answer comes in `flight.future`."""
         if (worker := self._connections.worker) is not None:
-            flight.future = worker.submit(*self._job(worker.peers, flight, said))
+            flight.future = worker.submit(*self._job(worker.peers, flight, fields))
             worker.peers.meter.exchanges += 1
 
     def send_again(self, flight: PendingExchange) -> None:
@@ -355,7 +355,7 @@ class MessageSender:
         )
         bad = float(bool(h.flags & NOT_FINITE))
         flags = h.flags & ~(STOP | LEAVING | SUMMED | NOT_FINITE)
-        self.send(flight, Said(h.weight, flags, loss, bad, norm=norm_of(h.norm)))
+        self.send(flight, HeaderFields(h.weight, flags, loss, bad, norm=norm_of(h.norm)))
 
     def packed(
         self, layout: MessageLayout, parts: Mapping[str, ChannelPayload]
@@ -386,14 +386,14 @@ class MessageSender:
         )
 
     def _job(
-        self, peers: PeerGroup, flight: PendingExchange, said: Said
+        self, peers: PeerGroup, flight: PendingExchange, fields: HeaderFields
     ) -> tuple[Callable[[list[Tensor]], ReceivedMessage], Callable[[], list[Tensor]]]:
         """Start copying a message to the host; returns the job of the worker with the copy, and a
         function that waits for the copy."""
         message = flight.layout
         presence, bodies, vectors = message.pack(flight.parts)
-        numbers = said.numbers(self._device)
-        header = peers.header(PAYLOAD, flight.step, weight=said.weight, flags=said.flags)
+        numbers = fields.numbers(self._device)
+        header = peers.header(PAYLOAD, flight.step, weight=fields.weight, flags=fields.flags)
         staged = self._staging.to_host([*numbers, *bodies, *vectors])
         at = (len(numbers), len(numbers) + len(bodies))
 
@@ -401,7 +401,7 @@ class MessageSender:
             flight.seconds.append(time.perf_counter())
             sections = found[at[0] : at[1]]
             sent = list(zip(found[at[1] :], [code for _, code in message.vectors], strict=True))
-            head = flight.header = _spoken(header, found[: at[0]])
+            head = flight.header = _completed(header, found[: at[0]])
             give_up(float(found[0][2]), peers)
             before = Moved(peers.meter.bytes_sent, peers.meter.bytes_received)
             with record_function("fsdp_demo::send"):
@@ -426,8 +426,8 @@ class MessageSender:
         return job, staged
 
 
-def _spoken(header: Header, numbers: Sequence[Tensor]) -> Header:
-    """A header completed with the numbers that have come from the device (`Said.numbers`)."""
+def _completed(header: Header, numbers: Sequence[Tensor]) -> Header:
+    """A header completed by the numbers that have come from the device."""
     loss, bad, _, norm, rate = numbers[0].tolist()
     total = int(numbers[1]) % 2**64 if len(numbers) > 1 else 0
     flags = header.flags | NOT_FINITE * bool(bad) | SUMMED * (len(numbers) > 1)

@@ -166,7 +166,7 @@ class Watch:
                 f"replicas are no longer equal: {what} at step {headers[0].at_step} have other "
                 f"bits on {sums}"
             )
-            if not self.unlike and peers.elastic and 2 * len(odd) < len(headers):
+            if not self.unlike and not peers.fixed and 2 * len(odd) < len(headers):
                 if peers.rank in odd:
                     peers.expel(text)
                 if self._speaks:
@@ -314,7 +314,7 @@ def give_up(
     if run < LIMIT:
         return
     text = f"gradients or parameters of this island {what} {run:.0f} times in a row"
-    if peers is not None and peers.elastic and peers.following is None and len(peers.alive) > 1:
+    if peers is not None and not (peers.fixed or peers.following) and len(peers.alive) > 1:
         peers.expel(text)
     raise NotFinite(
         f"{text}: look at the loss, the learning rate and the data, and resume from a checkpoint. "

@@ -49,7 +49,7 @@ def split_dataset_by_island(dataset: Any, topology: Topology | None = None) -> A
             f"found a dictionary of splits ({', '.join(map(str, dataset))}): give the training "
             "split, as dataset['train']"
         )
-    if topology.islands == 1 or topology.kind == "mesh":
+    if topology.islands == 1 or topology.one_world:
         return dataset
     island, islands = topology.island, topology.islands
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):

@@ -114,7 +114,9 @@ class Rank:
         return replace(rank, next=n, sent=n, landed=n, freed=n)
 
     def _asked(self, n: int) -> Rank:
-        """Message n is a question: who would begin with it lacks nothing of it."""
+        """Message n is a question, which newcomers are not asked. A newcomer whose base is n takes
+        part from n + 1.
+        """
         record = self.record.asked(n)
         return replace(self, record=record, heard=tuple(map(max, self.heard, record.base)))
 
@@ -308,7 +310,8 @@ class Rank:
 
     def _peer_lost(self, event: protocol_events.ConnectionLost) -> tuple[Rank, Actions]:
         """Freeze at the loss of a peer. One reason is enough, in one peer group: the peer group is
-        the judge of life (store-unasked)."""
+        the judge of life (store-unasked).
+        """
         if (
             event.member not in self.record.members
             or event.member == self.me
@@ -316,11 +319,25 @@ class Rank:
         ):
             return self, ()
         rank = replace(self, lost=self.lost | {event.member})
+        if few := rank._too_few_without(rank.lost):
+            return rank, few
         return rank._freeze() if rank.state == "running" else (rank, ())
+
+    def _too_few_without(self, lost: frozenset[Member]) -> Actions:
+        """Say so where too few members are left without these, which a rank of this island has
+        lost. Nobody need report: whoever goes on hears each other in every peer group.
+        """
+        left = tuple(m for m in self.record.members if m not in lost)
+        if len(left) >= self.min_continue:
+            return ()
+        return (protocol_events.TooFew(left, lost=lost.intersection(self.record.members)),)
 
     def _frozen_heard(self, event: protocol_events.FrozenHeard) -> tuple[Rank, Actions]:
         """Freeze at the news of a change. A frame of another view is of no use."""
-        return self._freeze() if self._receives(event.view) else (self, ())
+        if not self._receives(event.view):
+            return self, ()
+        few = self._too_few_without(self.lost | event.lost)
+        return (self, few) if few else self._freeze()
 
     def _freeze(self) -> tuple[Rank, Actions]:
         """Freeze first, then report what is held; once in a view (freeze-first)."""
@@ -377,7 +394,7 @@ class Rank:
                     f"record {record.epoch} lets {late} begin with a message below {self.sent}, "
                     "which was sent without them"
                 )
-            return self._known(record)._send_noted()
+            return self._with_record(record)._send_noted()
         if self.state != "frozen":
             raise ValueError(
                 f"record {record.epoch} names {self.me}, which has not reported on view "
@@ -385,8 +402,10 @@ class Rank:
             )
         return self._adopt(record)
 
-    def _known(self, record: Record) -> Rank:
-        """Take a record as the present one; what is known of its members stays."""
+    def _with_record(self, record: Record) -> Rank:
+        """This rank with `record` as its newest; how far each remaining member has delivered is
+        kept.
+        """
         known = dict(zip(self.record.members, self.heard, strict=True))
         moved = dict(zip(self.record.members, self.record.base, strict=True))
         record = record.begun_at(moved.get(m, 0) for m in record.members)
@@ -416,7 +435,7 @@ class Rank:
         """Go on in a new view: forward what others lack (any-holder-forwards, no-mixed-attempts),
         repeat what must be repeated, vote again (vote-with-view).
         """
-        rank = replace(self._known(record), state="running", lost=frozenset(), sent=self.next)
+        rank = replace(self._with_record(record), state="running", lost=frozenset(), sent=self.next)
         rank = replace(rank, ballots=frozenset(b for b in self.ballots if rank._counts(b)))
         rank, freed = rank._freed_below(min(record.stable, rank.landed))
         rank = replace(

@@ -78,9 +78,12 @@ class ConnectionLost(Event, frozen=True):
 
 
 class FrozenHeard(Event, frozen=True):
-    """A peer or another rank of this island has frozen this view."""
+    """A peer or another rank of this island has frozen this view. `lost`: the peers that the other
+    rank of this island does not hear.
+    """
 
     view: int
+    lost: frozenset[Member] = frozenset()
 
 
 class ReportsSeen(Event, frozen=True):
@@ -185,12 +188,14 @@ class ProposeRecord(Action, frozen=True):
 class TooFew(Action, frozen=True):
     """These members could go on, but they are fewer than `min_continue`: wait for more reports.
 
-    No member, and `waited`: only newcomers that have not begun are left, which lack all messages
-    before their base, and no more reports are expected: end.
+    `lost`: a rank of this island has lost these peers, so no report can add one of them: tell the
+    other ranks, and end. No member, and `waited`: only newcomers that have not begun are left,
+    which lack all messages before their base, and no more reports are expected: end.
     """
 
     members: tuple[Member, ...]
     waited: bool = False
+    lost: frozenset[Member] = frozenset()
 
 
 class Adopted(Action, frozen=True):

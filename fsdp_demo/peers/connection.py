@@ -25,7 +25,7 @@ WAITING = 2  # pieces that wait in the library: what is there cannot be overtake
 KNOWN = 4096  # messages of which a wire knows whether they are short
 AGAIN = 0.2  # seconds between two tries to connect
 # bytes: a message whose first piece is not longer overtakes others; it is also copied when it is
-# read early
+# read before its room is made
 SHORT = 1 << 16
 
 GATHERED = 1 << 18  # bytes of a long message for which the kernel wakes the library at once
@@ -175,7 +175,7 @@ class PeerConnection:
 
     def renew(self, view: int) -> None:
         """Begin another view of the members on the same connection. Waits of the old view end, and
-        its late pieces are dropped. The same view again changes nothing: pieces that came early,
+        its late pieces are dropped. The same view again changes nothing: pieces that came before,
         from a peer that had begun it before, are kept.
         """
         if view == self.inbox.view:
@@ -190,7 +190,7 @@ class PeerConnection:
         self.inbox, self.counts, self._late = Inbox(view), Counts(), {}
 
     def post_recv(self, piece: QueuedPiece, number: int) -> None:
-        """Wait for a piece, or take what came early."""
+        """Wait for a piece, or take the one that came before its room."""
         try:
             if (data := self.inbox.wait_for(number, piece)) is not None:
                 piece.fill(data, len(data))
@@ -230,7 +230,7 @@ class PeerConnection:
 
     @property
     def stuck(self) -> bool:
-        """Whether a piece waits in the socket, which is too early."""
+        """Whether a piece waits in the socket: it is of a later view, or too many are kept."""
         return self._head is not None
 
     def wants(self) -> int:

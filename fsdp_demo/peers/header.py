@@ -46,9 +46,9 @@ except ImportError:  # built without a C compiler
 
 assert sys.byteorder == "little", "the wire format is little-endian and written without swapping"
 
-# 4: no learning rate; 3: positions of 12 bits, the checksum of a long body was its CRC-32; 2: the
-# configuration, and so its digest, had other names
-MAGIC, VERSION = b"FDX2", 5
+# 5: notes had other names and no bounds; 4: no learning rate; 3: positions of 12 bits, the checksum
+# of a long body was its CRC-32; 2: the configuration, and so its digest, had other names
+MAGIC, VERSION = b"FDX2", 6
 HEADER = struct.Struct("<4sBBHQIIQQffII")
 LENGTH_BITS = 48  # of the number that is the length of the body; the rest is the learning rate
 

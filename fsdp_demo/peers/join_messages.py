@@ -13,15 +13,15 @@ head says how long the rest is. A receiver compares it with what it expects befo
 from __future__ import annotations
 
 import hashlib
-import json
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import torch
 import zmq
-from msgspec import Struct
+from msgspec import Meta, Struct
 from torch import Tensor
 
 from ..compression import dense as coding
@@ -232,8 +232,8 @@ def unpacked(parts: Sequence[Tensor], expected: Expected) -> ReceivedMessage:
 # ---- a newcomer asks a member ------------------------------------------------------------------
 
 WIRES = ("notes", "ticks", "messages")
-"""Connections of a joining island beside those for messages of its own: short words, the snapshot
-and ticks, messages to follow.
+"""Connections of a joining island beside those for messages of its own: notes, the snapshot and
+ticks, messages to follow.
 """
 
 
@@ -251,6 +251,38 @@ class Request(Struct):
     slot: int = -1
     incarnation: int = 0
     name: str = ""
+
+
+Port = Annotated[int, Meta(ge=1, le=65535)]
+
+
+class LetIn(Struct, tag="let in"):
+    """The ports to connect to, one for each of `WIRES` and of the connections for messages."""
+
+    ports: Annotated[list[Port], Meta(min_length=len(WIRES) + 1, max_length=len(WIRES) + 64)]
+
+
+class Refusal(Struct, tag="refused"):
+    """The island cannot come in: it is to ask again, unless that is `final`."""
+
+    why: str
+    final: bool = False
+
+
+class RankStatus(Struct, tag="status"):
+    """How a rank stands. launched, delivered: messages. state: of its membership machine. heard:
+    seconds since it heard each peer, by slot. joining: the name of the island that joins.
+    """
+
+    launched: int
+    delivered: int
+    state: str
+    heard: dict[str, float]
+    joining: str
+
+
+JoinAnswer = LetIn | Refusal | RankStatus
+"""What the listener answers to a `Request`."""
 
 
 def listener_key(member: Member, peer_group: int) -> str:
@@ -314,8 +346,8 @@ class JoinConnections:
 
 def ask_join_server(
     context: Any, keys: Any, host: str, port: int, request: Request, seconds: float
-) -> dict[str, Any] | None:
-    """The answer of a listener; None if nobody answers within so many seconds, or listens there."""
+) -> JoinAnswer | None:
+    """The answer of a listener; None if nobody listens there, or answers within so many seconds."""
     made = context.socket(zmq.DEALER)
     absent = made.get_monitor_socket(NOT_THERE)
     try:
@@ -330,9 +362,8 @@ def ask_join_server(
         poller.register(absent, zmq.POLLIN)
         if made not in dict(poller.poll(int(1e3 * seconds))):
             return None
-        answer = json.loads(made.recv())
-        return answer if isinstance(answer, dict) else None
-    except (zmq.ZMQError, ValueError, OSError):
+        return msgspec.json.decode(made.recv(), type=JoinAnswer)
+    except (zmq.ZMQError, ValueError, RecursionError, OSError):
         return None
     finally:
         made.disable_monitor()

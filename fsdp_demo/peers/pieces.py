@@ -17,7 +17,7 @@ A frame has 36 bytes, little-endian:
 The last two are for `membership/machine.py`. A frame is read before any room is made for its
 piece. What a message says about itself stands in `header.py`, within its first piece.
 
-A piece that arrives goes into the room that waits for it, aside if it comes early, or away. That is
+A piece that arrives goes into the room that waits for it, aside if none does yet, or away. That is
 bookkeeping alone, without a socket and without a clock. Nothing is copied: a connection asks
 `Inbox.place` with the frame of a piece, before it reads the piece itself.
 """
@@ -35,7 +35,7 @@ MAGIC, VERSION = b"FDXP", 2
 FRAME = struct.Struct("<4sBBHIIIQII")
 
 HELLO, PIECE, NOTE = range(3)
-"""NOTE: a short word (JSON) that nobody waits for; it belongs to no message, and overtakes all
+"""NOTE: a note (`elastic/notes.py`), which belongs to no message, and overtakes all
 pieces that wait.
 """
 
@@ -92,7 +92,7 @@ def read(data: bytes) -> PieceHeader:
     return frame
 
 
-EARLY = 16 << 20
+MOST_UNCLAIMED_BYTES = 16 << 20
 """Bytes of pieces for which nobody waits yet that one connection keeps; more stay with the sender.
 A short message behind them is reached as long as what has left the sender of a long one is less,
 so it is more than the kernels of both sides hold by default."""
@@ -102,12 +102,12 @@ class NoRoom(Enum):
     """What becomes of a piece that has no room of its own."""
 
     DROP = "it is of an earlier view"
-    ASIDE = "it is early: keep it"
-    LATER = "it is early, and enough is kept, or it is of a later view: do not read it yet"
+    ASIDE = "nobody waits for it yet: keep it"
+    LATER = "nobody waits for it, and enough is kept, or it is of a later view: do not read it yet"
 
 
 class Inbox:
-    """The rooms and the early pieces of one connection.
+    """The rooms, and the pieces that nobody waits for yet, of one connection.
 
     Args:
         view: the only one whose pieces are taken: earlier ones are dropped, later ones wait.
@@ -135,7 +135,7 @@ class Inbox:
         if frame.view < self.view:
             return NoRoom.DROP
         rooms = self.rooms.get(frame.number)
-        if not rooms and self._bytes + frame.length > EARLY:
+        if not rooms and self._bytes + frame.length > MOST_UNCLAIMED_BYTES:
             return NoRoom.LATER
         expected = self._taken.next(frame.number)
         if frame.piece != expected:
@@ -148,7 +148,7 @@ class Inbox:
         return self._first(self.rooms, frame.number)
 
     def keep(self, number: int, data: Any, size: int) -> Any:
-        """Put an early piece aside; the room for it, if it was posted since `place` was asked."""
+        """Put a piece aside; the room for it, if it was posted since `place` was asked."""
         if self.rooms.get(number):
             self._must_fit(number, size, self.rooms[number][0])
             return self._first(self.rooms, number)

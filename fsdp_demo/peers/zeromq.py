@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import logging
 import socket
 import time
@@ -25,7 +24,8 @@ from typing import Any, TypedDict
 import zmq
 from torch import Tensor
 
-from ..errors import PeerLost, see
+from ..errors import PeerLost, counted, see
+from ..files import to_json
 from ..net.address import Keys, join_address
 from ..store.client import Store
 from .connection import PeerConnection, QueuedPiece
@@ -33,7 +33,7 @@ from .poller import Poller
 
 log = logging.getLogger("fsdp_demo")
 
-LOOK = 0.02  # seconds between two looks for the others' addresses
+LOOK = 0.02  # seconds between two looks whether the others have greeted
 ASK = 1.0  # seconds between two questions whether they can still come
 
 
@@ -161,11 +161,8 @@ class ZeroMQ:
             host = resolved(m.address, m.setting)
             bound = self._poller.run(lambda: self._bound(host))
         ports = {str(j): int(where.rpartition(":")[2]) for j, (_, where) in bound.items()}
-        notes = self._notes(
-            k,
-            {"host": m.address, "ports": ports, "key": self._keys.mark if self._keys else ""},
-            end,
-        )
+        mark = self._keys.mark if self._keys else ""
+        notes = self._notes(k, {"host": m.address, "ports": ports, "key": mark})
         wires = self._poller.run(lambda: self._wired(k, notes, bound))
         self._meet(wires, end)
         return wires
@@ -213,24 +210,29 @@ class ZeroMQ:
         text = f"{self._meeting.prefix} {k} {sender} {receiver}"
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
-    def _notes(self, k: int | str, mine: Listens, end: float) -> dict[int, Listens]:
+    def _notes(self, k: int | str, mine: Listens) -> dict[int, Listens]:
         """Publish where this rank listens, and wait for the same note of the others."""
-        m, notes = self._meeting, dict[int, Listens]()
+        m = self._meeting
         at = m.store.under(f"{m.prefix}/{k}")
-        at.set(f"at/{m.rank}", json.dumps(mine))
-        while True:
-            for j in (j for j in m.others if j not in notes):
-                if at.get(f"at/{j}"):
-                    notes[j] = note = at.note(f"at/{j}", m.label(j), Listens)
-                    if note["key"] != mine["key"]:
-                        raise ValueError(_tokens(m.label(j), note["key"], mine["key"]))
-            missing = [j for j in m.others if j not in notes]
-            if not missing:
-                return notes
-            if time.monotonic() > end:
-                raise PeerLost(f"waited {m.timeout:g} s for the addresses of {m.label(*missing)}")
-            self._ask(missing)
-            time.sleep(LOOK)
+
+        def look(notes: dict[int, Listens], missing: list[int]) -> list[int]:
+            for j, note in notes.items():
+                if note["key"] != mine["key"]:
+                    raise ValueError(_tokens(m.label(j), note["key"], mine["key"]))
+            if missing:
+                self._ask(missing)
+            return missing
+
+        at.set(f"at/{m.rank}", to_json(mine))
+        return at.gather(
+            "at",
+            m.others,
+            Listens,
+            m.timeout,
+            f"the addresses of {counted(len(m.others), 'island')}",
+            label=lambda j, note: f"{j} ({m.names[j]})",
+            look=look,
+        )
 
     def _ask(self, missing: list[int]) -> None:
         """Raise PeerLost where who is missing cannot come any more."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TypedDict
 
-from ..elastic.connect import Limits, PeerPosition, elastic_peers, newcomer_peers
+from ..elastic.connect import Limits, PeerPosition, newcomer_peers, starting_peers
 from ..elastic.peer_group import PeerGroup
 from ..errors import StoreSilent, counted, see
 from ..net.address import route_to, split_endpoint
@@ -159,7 +159,7 @@ class Rendezvous:
 
     def _first(self, island: int) -> str:
         """The key under which the first rank of an island announces itself."""
-        return f"{self.prefix}/join/{island}/0.0"
+        return f"{self.prefix}/join/{island}"
 
     def _announce(self, store: Store) -> None:
         """Tell the others of this island, on its first rank."""
@@ -168,8 +168,7 @@ class Rendezvous:
 
     def _note(self, store: Store, island: int) -> Announcement:
         """What the first rank of an island has announced."""
-        found: Announcement = store.note(self._first(island), f"island {island}", Announcement)
-        return found
+        return store.note(self._first(island), f"island {island}", Announcement)
 
     def _announcement(self) -> Announcement:
         return {
@@ -181,19 +180,11 @@ class Rendezvous:
 
     def _gather(self, store: Store) -> dict[int, Announcement]:
         """The announcements of all islands that begin, as they come."""
-        topology, infos = self._topology, dict[int, Announcement]()
-
-        def heard(i: int) -> str:
-            if not store.get(self._first(i)):
-                return ""
-            infos[i] = self._note(store, i)
-            return f"{i} ({infos[i]['name']} on {infos[i]['host']})"
-
         # each meeting has keys of its own: one that tries again alone meets nobody
-        number = attached(topology)
+        number = attached(self._topology)
         again = f". This is attach number {number} of this process" if number > 1 else ""
-        starting.wait_for(store.under(self._attempt), topology, self._starters, heard, again)
-        return infos
+        at, name = store.under(self._attempt), f"{self.prefix.rpartition('/')[2]}/join"
+        return starting.gather(at, self._topology, self._starters, name, Announcement, again)
 
     def _compare(self, infos: Mapping[int, Announcement]) -> None:
         """Raise ValueError where other islands do not fit this one."""
@@ -247,7 +238,7 @@ class Rendezvous:
         if self._late:
             met = newcomer_peers(meeting, place, pulse.taken.life, *common)
         else:
-            met = elastic_peers(meeting, place, *common)
+            met = starting_peers(meeting, place, *common)
             attempt.set("begun", self.prefix.rpartition("/")[2])
         pulse.quiet()
         return met

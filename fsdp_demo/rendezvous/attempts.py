@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 import zmq
@@ -41,7 +41,7 @@ from ..elastic.store_session import newest
 from ..errors import NeedsDecision, PeerLost, StoreSilent, see
 from ..membership.protocol_types import Member
 from ..net.address import Keys, split_address
-from ..peers.join_messages import Request, ask_join_server, listener_key
+from ..peers.join_messages import JoinAnswer, Request, ask_join_server, listener_key
 from ..status import leave
 from ..store.client import Store, WorldStore
 from . import environment, starting
@@ -148,23 +148,22 @@ def _from_first(topology: Replica, decide: Callable[[], Taken]) -> Taken:
             taken = decide()
         except (ValueError, PeerLost) as error:
             kind = next(name for name, form in _ERRORS.items() if isinstance(error, form))
-            own.set(key, json.dumps([None, kind, str(error)]))
+            own.set(f"{key}/0", json.dumps([None, kind, str(error)]))
             raise
-        own.set(key, json.dumps([taken, "", ""]))
+        own.set(f"{key}/0", json.dumps([taken, "", ""]))
         return taken
-    seconds = 2 * topology.timeout + 60
-    end = time.monotonic() + seconds
-    while not own.get(key):
-        if time.monotonic() > end:
-            raise PeerLost(
-                f"rank 0 of this island did not say within {seconds:g} s which attempt of the run "
-                "it joins: it may have died"
-            )
-        time.sleep(0.05)
-    told, kind, text = own.note(key, "rank 0", tuple[Taken | None, str, str])
+    told, kind, text = own.gather(
+        key,
+        [0],
+        tuple[Taken | None, str, str],
+        2 * topology.timeout + 60,
+        "rank 0 of this island, which says which attempt of the run it joins",
+        cure=": it may have died",
+        kind="rank",
+    )[0]
     if told is None:
         raise _ERRORS[kind](text)
-    return cast(Taken, told)
+    return told
 
 
 _ERRORS: dict[str, type[Exception]] = {"finished": Finished, "lost": PeerLost, "wrong": ValueError}
@@ -286,7 +285,7 @@ def _changes(at: Store, keys: list[str], ask: Callable[[], None] = lambda: None)
 
 def listeners(
     at: Store, members: Iterable[Member], token: str
-) -> Iterator[tuple[Member, dict[str, Any] | None]]:
+) -> Iterator[tuple[Member, JoinAnswer | None]]:
     """Each of these members of a run (`at`: below its keys), and what the listener of its first
     peer group says of it; None: it does not answer. It answers in its network thread, so nothing of
     this disturbs the run.

@@ -54,7 +54,7 @@ class IslandGroup(Ranks):
         self._ranks: Any = topology.group
         if topology.world == 1:
             return
-        mesh = topology.kind == "mesh"
+        mesh = topology.one_world
         # torch names a group of a mesh by how many there are, so a name would come twice
         self._closes = not mesh
         if mesh and dist.get_backend(topology.group) == "gloo":

@@ -79,6 +79,13 @@ class Replica:
         return self.kind == "islands"
 
     @property
+    def one_world(self) -> bool:
+        """Whether all replicas are of one torch.distributed world (a mesh): they are started, saved
+        and stopped together, in one folder, from one data loader. Nobody comes or goes.
+        """
+        return self.kind == "mesh"
+
+    @property
     def question(self) -> float:
         """Seconds that one question to the store may take."""
         return min(self.timeout, ANSWER)
@@ -93,7 +100,7 @@ class Replica:
         Raises:
             StoreSilent: nobody answers there by then.
         """
-        if self.kind == "mesh":
+        if self.one_world:
             store = self.store or dist.distributed_c10d._get_default_store()
             return WorldStore(store, "the world's rendezvous", self.question)
         if limit == 0:

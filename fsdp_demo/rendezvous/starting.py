@@ -18,12 +18,12 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from ..errors import PeerLost, counted, see
 from ..files import from_json, unreadable
-from ..store.client import Store
+from ..store.client import NotAllCame, Store
 from .position import Replica
 
 log = logging.getLogger("fsdp_demo")
@@ -35,6 +35,8 @@ BEATS = 3.5
 
 NOTICE, AGAIN = 10.0, 60.0
 """Seconds of waiting for islands until the log names those that are missing, and between lines."""
+
+T = TypeVar("T")
 
 
 class Came(TypedDict):
@@ -116,53 +118,47 @@ def compare(at: Store, place: Replica, islands: Sequence[int]) -> None:
             roll.hear(i)
 
 
-def wait_for(
-    at: Store, place: Replica, islands: Sequence[int], heard: Callable[[int], str], more: str = ""
-) -> None:
-    """Wait until all these islands have left a note and still beat, if they have not met before;
-    the log names those that are missing. An island that has waited in vain ends the attempt.
+def gather(
+    at: Store, place: Replica, islands: Sequence[int], name: str, form: type[T], more: str = ""
+) -> dict[int, T]:
+    """The notes that all these islands leave under `name` (`Store.gather`), when each of them still
+    beats or they have met before; the log names those that are missing. An island that has waited
+    in vain ends the attempt.
 
     Args:
-        at: the store, below the keys of the attempt.
-        heard: how an error names an island; empty as long as its note is not there.
-        more: a hint for the error.
+        at: the store, below the keys of the attempt. more: a hint for the error.
 
     Raises:
         ValueError: a missing island has other numbers.
         PeerLost: some did not come within `timeout`, or the attempt has ended.
     """
-    came, gone, beats = dict[int, str](), set[int](), _Beats(at)
-    look = time.monotonic()
-    deadline, notice = look + place.timeout, look + NOTICE
-    while True:
-        came |= {i: heard(i) for i in islands if not came.get(i)}
-        missing = [i for i in islands if not came[i] or i in gone]
-        names = ", ".join(map(str, missing))
-        now = time.monotonic()
-        if not missing:
-            return
-        if now > deadline:
-            if place.elastic and not at.get("begun"):  # so nobody waits for one that has left
-                at.compare_set("ended", "", str(place.island))
-            here = {i: came[i] for i in islands if i not in missing}
-            raise waited(place, islands, here, more=more)
-        if now >= look:
-            look = now + 1.0
+    gone, beats, due = set[int](), _Beats(at), time.monotonic()
+    deadline, notice = due + place.timeout, due + NOTICE
+
+    def look(notes: dict[int, T], missing: list[int]) -> list[int]:
+        nonlocal gone, due, notice
+        missing = [i for i in islands if i in missing or i in gone]
+        names, now = ", ".join(map(str, missing)), time.monotonic()
+        if missing and now >= due:
+            due = now + 1.0
             compare(at, place, missing)
             goes_on(at, place, f"islands {names}")
-            others = [i for i in islands if came[i] and i != place.island]
-            gone = {i for i in others if not beats.lives(i, now)} if not at.get("begun") else set()
-        if now >= notice:
+            gone = set() if at.get("begun") else beats.gone(notes.keys() - {place.island})
+        if missing and now >= notice:
             notice = now + AGAIN
-            log.warning(
-                "waiting for %s %s of run %r at %s, for %.0f s more (ISLAND_TIMEOUT)",
-                "island" if len(missing) == 1 else "islands",
-                names,
-                place.run,
-                _where(place),
-                deadline - now,
-            )
-        time.sleep(0.02)
+            what = "waiting for %s %s of run %r at %s, for %.0f s more (ISLAND_TIMEOUT)"
+            noun = "island" if len(missing) == 1 else "islands"
+            log.warning(what, noun, names, place.run, _where(place), deadline - now)
+        return missing
+
+    try:
+        return at.gather(
+            name, islands, form, place.timeout, **_wait(place, islands, more), look=look
+        )
+    except NotAllCame:
+        if place.elastic and not at.get("begun"):  # so nobody waits for one that has left
+            at.compare_set("ended", "", str(place.island))
+        raise
 
 
 def goes_on(at: Store, place: Replica, waited_for: str) -> None:
@@ -201,8 +197,7 @@ def where(at: Store, island: int) -> str:
     """` (NAME on HOST)` as an island has said of itself; empty where it has said nothing yet."""
     if not at.get(f"came/{island}"):
         return ""
-    said = at.note(f"came/{island}", f"island {island}", Came)
-    return f" ({said['name']} on {said['host']})"
+    return _named(island, at.note(f"came/{island}", f"island {island}", Came))[len(str(island)) :]
 
 
 class _Beats:
@@ -211,12 +206,16 @@ class _Beats:
     def __init__(self, at: Store):
         self._at, self._moved = at, dict[int, tuple[str, float]]()
 
-    def lives(self, i: int, now: float) -> bool:
-        """Whether an island beats, as far as it is known by now. In a mesh none does."""
-        beats = self._at.get(f"beat/{i}")
-        if i not in self._moved or self._moved[i][0] != beats:
-            self._moved[i] = beats, now
-        return not beats or now - self._moved[i][1] <= BEATS * BEAT
+    def gone(self, islands: Iterable[int]) -> set[int]:
+        """Those of these islands whose beats have stopped, as far as it is known by now. In a mesh
+        none beats.
+        """
+        now, keys = time.monotonic(), {i: f"beat/{i}" for i in islands}
+        for i, beats in zip(keys, self._at.get_all(list(keys.values())), strict=True):
+            if i not in self._moved or self._moved[i][0] != beats:
+                self._moved[i] = beats, now
+        moved = ((i, *self._moved[i]) for i in keys)
+        return {i for i, beats, at in moved if beats and now - at > BEATS * BEAT}
 
 
 class _Starters:
@@ -224,7 +223,6 @@ class _Starters:
 
     def __init__(self, at: Store, place: Replica):
         self._at, self._place, self._beat_at = at, place, 0.0
-        self._names: dict[int, str] = {}
         self._beats = _Beats(at)
         self.everyone = tuple(range(place.count))
 
@@ -255,7 +253,6 @@ class _Starters:
     def hear(self, i: int, begins: bool = True) -> None:
         """What island i says of itself, compared with this one."""
         other, p = self._at.note(f"came/{i}", f"island {i}", Came), self._place
-        self._names[i] = f"{i} ({other['name']} on {other['host']})"
         numbers: list[tuple[str, Any, Any]] = [
             ("ISLAND_COUNT", other["count"], p.count),
             ("ISLAND_SLOTS", other["slots"], p.islands),
@@ -270,21 +267,29 @@ class _Starters:
 
     def wait(self) -> tuple[int, ...] | None:
         """The islands that begin; None where the attempt has ended."""
-        p, end = self._place, time.monotonic() + self._place.timeout
-        while True:
-            if (known := decided(self._at, p.count)) is not None:
-                return known
-            if self._at.get("ended"):
-                return None
-            here, over = self._here(), time.monotonic() > end
-            if len(here) == p.count or (over and len(here) >= p.suffice):
-                return self._decide(here)
-            if over:
-                own = f"{p.island} ({p.name} on {socket.gethostname()})"
-                came = {i: self._names.get(i, own) for i in here}
-                raise waited(p, self.everyone, came, f", at least ISLAND_MIN={p.suffice},")
+        p, here, heard = self._place, list[int](), {self._place.island}
+
+        def look(notes: dict[int, Came], missing: list[int]) -> list[int]:
+            nonlocal here
+            if decided(self._at, p.count) or self._at.get("ended"):
+                return []
+            for i in notes.keys() - heard:
+                self.hear(i)
+                heard.add(i)
             self._beat()
-            time.sleep(LOOK)
+            gone = self._beats.gone(notes.keys() - {p.island})
+            here = [i for i in notes if i not in gone]
+            return [i for i in self.everyone if i not in here]
+
+        wait = _wait(p, self.everyone, least=f", at least ISLAND_MIN={p.suffice},")
+        try:
+            self._at.gather("came", self.everyone, Came, p.timeout, **wait, look=look)
+        except NotAllCame:
+            if len(here) < p.suffice:
+                raise
+        if known := decided(self._at, p.count):
+            return known
+        return None if self._at.get("ended") else self._decide(here)
 
     def wait_for_begin(self) -> bool:
         """Until the others have met; False where the attempt has ended before."""
@@ -302,15 +307,6 @@ class _Starters:
             self._beat()
             time.sleep(LOOK)
         return True
-
-    def _here(self) -> list[int]:
-        """The islands that have come and live."""
-        now, me = time.monotonic(), self._place.island
-        for i in self.everyone:
-            if i != me and i not in self._names and self._at.get(f"came/{i}"):
-                self.hear(i)
-        others = [i for i in self._names if i in self.everyone and self._beats.lives(i, now)]
-        return sorted([me, *others])
 
     def _decide(self, here: list[int]) -> tuple[int, ...]:
         starters = _read(self._at.compare_set("starters", "", json.dumps(here)), self._place.count)
@@ -332,21 +328,20 @@ class _Starters:
             beat(self._at, self._place.island)
 
 
-def waited(
-    place: Replica, wanted: Sequence[int], came: Mapping[int, str], least: str = "", more: str = ""
-) -> PeerLost:
-    """The error where not all the wanted islands have come in time.
+def _wait(place: Replica, wanted: Sequence[int], more: str = "", least: str = "") -> dict[str, Any]:
+    """The words of `Store.gather` for a wait for islands. more: a hint. least: how many suffice."""
+    what = f"{counted(len(wanted), 'island')}{least} at {_where(place)}, run {place.run!r}"
+    variables = "ISLAND_COUNT, ISLAND_RUN, ISLAND_ENDPOINT and ISLAND_TOKEN"
+    cure = f". Check {variables} there, or raise ISLAND_TIMEOUT{more}{see('missing-islands')}"
+    return {"what": what, "cure": cure, "label": _named}
 
-    Args:
-        came: who has come, by island. least: how many suffice; more: a hint.
-    """
-    missing = ", ".join(str(i) for i in wanted if i not in came)
-    return PeerLost(
-        f"waited {place.timeout:g} s for {counted(len(wanted), 'island')}{least} at "
-        f"{_where(place)}, run {place.run!r}: came {', '.join(came.values()) or 'nobody'}; "
-        f"missing {missing}. Check ISLAND_COUNT, ISLAND_RUN, ISLAND_ENDPOINT and ISLAND_TOKEN "
-        f"there, or raise ISLAND_TIMEOUT{more}{see('missing-islands')}"
-    )
+
+def _named(island: int, said: Mapping[str, Any] | None) -> str:
+    """How errors name an island that has said its name, and perhaps its host, or nothing."""
+    if said is None:
+        return str(island)
+    host = f" on {said['host']}" if "host" in said else ""
+    return f"{island} ({said.get('name')}{host})"
 
 
 def _where(place: Replica) -> str:

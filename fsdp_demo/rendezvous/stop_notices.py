@@ -48,7 +48,7 @@ class Presence:
             ValueError, PeerLost: this island has not met the others, and cannot
                 (`Topology.prefix`).
         """
-        if self._topology.kind != "islands" or self._pulse is not None:
+        if not self._topology.elastic or self._pulse is not None:
             return
         self._pulse = attempts.join(self._topology)
 

@@ -10,8 +10,8 @@ copies, so it is sent once.
   meet through a store at ISLAND_ENDPOINT (`announcement.py`) and connect by ZeroMQ
   (`peers/zeromq.py`), which no framework inside the island can see.
 * `Topology.from_mesh(mesh)`: one world, the replicate axis of a mesh, whose ranks meet over the
-  store of that world. `from_store(store, ...)`: replicas of one process each. All of them must
-  stay, and they connect by ZeroMQ, too (`fixed_peers.py`).
+  store of that world. `from_store(store, ...)`: replicas of one process each. They connect as
+  islands do, and all of them must stay (`mesh.py`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from typing import Any
 import torch.distributed as dist
 
 from ..elastic.peer_group import PeerGroup
+from ..membership.protocol_types import Member
 from ..net.link import Link
 from . import attempts, environment
 from .announcement import Rendezvous, attached
-from .fixed_peers import LonePeerGroup, meeting_place, mesh_peers
+from .mesh import meeting_place, mesh_peers
 from .position import Replica, ShardPosition
 
 
@@ -160,9 +161,10 @@ class Topology(Replica):
         if self.kind == "single":
             environment.say_single(self._meant, self.rank)
         if self.islands == 1:
-            return LonePeerGroup(self.name, self.timeout), position.num_copies
+            alone = PeerGroup(Member(0), {0: self.name}, [0], self.timeout)
+            return alone, position.num_copies
         link = Link.from_env()
-        if self.kind == "mesh":
+        if self.one_world:
             return mesh_peers(self, link), position.num_copies
         self._rendezvous = Rendezvous(self, position, link)
         return self._rendezvous.join()
@@ -189,7 +191,7 @@ class Topology(Replica):
             ValueError: the run has finished, or a process that lives plays the same island.
             PeerLost: no store.
         """
-        return attempts.join(self).prefix if self.kind == "islands" else self.run
+        return attempts.join(self).prefix if self.elastic else self.run
 
     def meeting(self) -> str:
         """What the keys begin with that belong to this meeting of the islands (`join`); before it,

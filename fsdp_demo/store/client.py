@@ -8,7 +8,6 @@ other.
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import math
 import socket
@@ -18,17 +17,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-import msgspec
-
-from ..errors import StoreSilent, see
+from ..errors import PeerLost, StoreSilent, see
+from ..files import from_json
 from ..net.address import join_address, split_endpoint
 from .connection import AT_ONCE, LARGEST, LONGEST, Identity, Line, identity_in
 
 log = logging.getLogger("fsdp_demo")
 
 NOTICE = 10.0  # seconds without a store until the log says so, once
+LOOK = 0.02  # seconds between two looks for the notes of others
+
+T = TypeVar("T")
+
+
+class NotAllCame(PeerLost):
+    """Some did not come in time."""
 
 
 class Store(ABC):
@@ -86,7 +91,7 @@ class Store(ABC):
         holds something of its writer that nobody else writes.
         """
 
-    def note(self, key: str, who: str, form: Any = Any) -> Any:
+    def note(self, key: str, who: str, form: type[T]) -> T:
         """The JSON value of a key that is there.
 
         Args:
@@ -95,14 +100,57 @@ class Store(ABC):
         Raises:
             ValueError: it is no JSON, or has another form; the message names the key and `who`.
         """
-        try:
-            return msgspec.convert(json.loads(self.get(key)), form)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"the note {self.prefix}{key} in the store at {self.where} of {who} cannot be read "
-                f"({error!s:.120}): somebody else writes into this store, or runs another release; "
-                "start a store on a port that only the islands reach"
-            ) from None
+        return self._parsed(key, self.get(key), who, form)
+
+    def _parsed(self, key: str, text: str, who: str, form: type[T]) -> T:
+        place = f"in the store at {self.where}, which only the islands should reach,"
+        return from_json(text, form, f"the note {self.prefix}{key} of {who} {place}")
+
+    def gather(
+        self,
+        name: str,
+        among: Sequence[int],
+        form: type[T],
+        seconds: float,
+        what: str,
+        *,
+        cure: str = "",
+        kind: str = "island",
+        label: Callable[[int, Any], str] = lambda i, note: str(i),
+        look: Callable[[dict[int, T], list[int]], list[int]] = lambda notes, missing: missing,
+    ) -> dict[int, T]:
+        """Wait until all of `among` have left a note under `name/NUMBER`; the notes by number, in
+        order.
+
+        Args:
+            form: type of a note, as msgspec knows types.
+            what: what is waited for, and cure: what to do if it does not come, for the error.
+            kind: of what has the numbers. label: its number and, if its note is given, more, for
+                errors.
+            look: called after each look into the store with the notes so far and the numbers that
+                have left none; gives those that are waited for, or raises.
+
+        Raises:
+            NotAllCame: some have left none within so many seconds; the message names them.
+            ValueError: a note cannot be read (`note`).
+        """
+        notes, end = dict[int, T](), time.monotonic() + seconds
+        while True:
+            keys = {i: f"{name}/{i}" for i in among if i not in notes}
+            for i, text in zip(keys, self.get_all(list(keys.values())), strict=True):
+                if text:
+                    notes[i] = self._parsed(keys[i], text, f"{kind} {label(i, None)}", form)
+            notes = dict(sorted(notes.items()))
+            missing = look(notes, [i for i in among if i not in notes])
+            if not missing:
+                return notes
+            if time.monotonic() > end:
+                came = ", ".join(label(i, note) for i, note in notes.items() if i not in missing)
+                who = (
+                    f"came {came or 'nobody'}; missing {', '.join(label(i, None) for i in missing)}"
+                )
+                raise NotAllCame(f"waited {seconds:g} s for {what}: {who}{cure}")
+            time.sleep(LOOK)
 
 
 class WorldStore(Store):

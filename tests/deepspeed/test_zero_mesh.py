@@ -23,8 +23,8 @@ from torch import nn
 from deepspeed_ext import node_mesh
 from deepspeed_ext.confinement import assert_confined, of_node
 from deepspeed_ext.node_mesh import NodeMPU, installed, shard_within_node, topology_of
-from fsdp_demo.rendezvous.fixed_peers import meeting_place
 from fsdp_demo.rendezvous.island import IslandGroup
+from fsdp_demo.rendezvous.mesh import meeting_place
 from fsdp_demo.rendezvous.position import ShardPosition
 
 from ..support import zero

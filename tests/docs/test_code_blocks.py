@@ -270,7 +270,7 @@ def problems(command: list[str]) -> list[str]:
         )
         found += _unknown("fsdp_demo/launch/__main__.py", after[:cut])
     for at, word in enumerate(rest):
-        if re.match(r"^recipes/.*\.(py|sh)$", word) and (pages.ROOT / word).is_file():
+        if re.match(r"^(recipes|benchmarks)/.*\.(py|sh)$", word) and (pages.ROOT / word).is_file():
             found += _unknown(word, rest[at + 1 :])
             break
     return found
@@ -280,7 +280,7 @@ def _paths(word: str) -> list[str]:
     """Paths of this repository in a word; none where the shell would still change it."""
     if re.search(r"[*{}$<>]", word):
         return []
-    return re.findall(r"(?<![\w./-])(?:recipes|docs|tests)/[\w./-]*\w", word)
+    return re.findall(r"(?<![\w./-])(?:recipes|benchmarks|docs|tests)/[\w./-]*\w", word)
 
 
 def _subparsers() -> dict[str, argparse.ArgumentParser]:

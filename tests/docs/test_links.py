@@ -17,7 +17,7 @@ PAGES = ("architecture.md", "membership.md", "contributing.md", "wire-format.md"
 
 FILES = {
     f.relative_to(ROOT).as_posix()
-    for top in ("fsdp_demo", "deepspeed_ext", "tests", "recipes")
+    for top in ("fsdp_demo", "deepspeed_ext", "tests", "recipes", "benchmarks")
     for f in (ROOT / top).rglob("*.py")
 }
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fsdp_demo.config.names import FORMATS
+from fsdp_demo.elastic.notes import Note
 from fsdp_demo.peers import header, pieces
 from fsdp_demo.store.connection import Answer, Question
 
@@ -91,6 +92,15 @@ def test_wire_format_page_has_the_messages_of_the_store() -> None:
         assert rows[0][2] == f"`{tag}`" and versions[tag[:4]] == tag[4:]
         words = typing.get_args(typing.get_type_hints(form)[said[0].name])
         assert [word for word in re.findall("`(.+?)`", rows[1][2]) if word in words] == list(words)
+
+
+def test_wire_format_page_has_the_notes() -> None:
+    """The page has the tag and the fields of every note."""
+    rows = {row[0].strip("`"): [f for f in row[1].split(", ") if f] for row in tables("note")[0]}
+    assert rows == {
+        form.__struct_config__.tag: [field.name for field in msgspec.structs.fields(form)]
+        for form in Note.__subclasses__()
+    }
 
 
 def test_wire_format_page_has_the_number_formats() -> None:

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("zmq")
 
 from fsdp_demo.elastic import descriptors  # noqa: E402
-from fsdp_demo.elastic.connect import Limits, PeerPosition, elastic_peers, newcomer_peers  # noqa: E402
+from fsdp_demo.elastic.connect import Limits, PeerPosition, newcomer_peers, starting_peers  # noqa: E402
 from fsdp_demo.elastic.join_server import num_connections  # noqa: E402
 from fsdp_demo.errors import PeerLost  # noqa: E402
 from fsdp_demo.net.tcp import raise_to  # noqa: E402
@@ -40,7 +40,7 @@ def start(enter: Any, slots: int) -> Exception:
     return caught.value
 
 
-@pytest.mark.parametrize("enter", [elastic_peers, newcomer_peers])
+@pytest.mark.parametrize("enter", [starting_peers, newcomer_peers])
 def test_open_files_soft_limit_raised_hard_limit_named(run_ranks, enter) -> None:
     """A start raises the soft limit of open files, and names a hard limit that is too low."""
 

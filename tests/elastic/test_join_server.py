@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
@@ -23,6 +24,7 @@ from fsdp_demo.elastic.peer_group import PeerGroup
 from fsdp_demo.membership.protocol_types import Member
 from fsdp_demo.net import address
 from fsdp_demo.peers.header import QUESTION
+from fsdp_demo.peers.join_messages import LetIn, RankStatus, Refusal, Request, ask_join_server
 from fsdp_demo.peers.poller import Poller
 from fsdp_demo.peers.zeromq import Meeting, resolved
 
@@ -163,6 +165,70 @@ def test_join_server_closes_what_a_refused_newcomer_got(monkeypatch: pytest.Monk
         assert poller.wires == [] and server.joining_island is None
     finally:
         poller.close(0)
+
+
+ANSWERS = [
+    (LetIn([1, 2, 3, 4]), '{"type":"let in","ports":[1,2,3,4]}'),
+    (Refusal("busy"), '{"type":"refused","why":"busy","final":false}'),
+    (
+        RankStatus(5, 4, "running", {"1": 0.5}, ""),
+        '{"type":"status","launched":5,"delivered":4,"state":"running","heard":{"1":0.5},'
+        '"joining":""}',
+    ),
+]
+"""An answer of each kind, and its bytes: a change here is a new wire version."""
+
+NO_ANSWERS = [
+    *("", "{", "[" * 60_000, "[]", "7", "{}", '{"type":"other"}', '{"type":"refused","why":7}'),
+    *(
+        '{"type":"let in"}',
+        '{"type":"let in","ports":[1,2,3]}',
+        '{"type":"let in","ports":[0,1,2,3]}',
+    ),
+    *('{"type":"let in","ports":[1,2,3,65536]}', '{"type":"refused","why":"\\ud800"}'),
+    f'{{"type":"let in","ports":{[*range(1, 2000)]}}}',
+]
+
+
+def test_ask_join_server_takes_answers_only() -> None:
+    """The bytes of an answer are frozen. What is none is as if nobody had answered, and costs no
+    connections.
+    """
+    context, given = zmq.Context(), [text for _, text in ANSWERS] + NO_ANSWERS
+    listener = context.socket(zmq.ROUTER)
+    port = listener.bind_to_random_port("tcp://127.0.0.1")
+
+    def answers() -> None:
+        for text in given:
+            who, _ = listener.recv_multipart()
+            listener.send_multipart([who, text.encode()])
+
+    thread = threading.Thread(target=answers, daemon=True)
+    thread.start()
+    try:
+        found = [ask_join_server(context, None, "127.0.0.1", port, Request(), WAIT) for _ in given]
+    finally:
+        thread.join(WAIT)
+        listener.close(0)
+        context.term()
+    assert found == [answer for answer, _ in ANSWERS] + [None] * len(NO_ANSWERS)
+    assert [msgspec.json.encode(answer).decode() for answer, _ in ANSWERS] == given[: len(ANSWERS)]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        *(b"", b"{", b"[" * 60_000, b"7", b"\xff", b'{"slot": "x"}', b'{"slot": 1e999}'),
+        *(b'{"run": "\\ud800"}', b'{"run": "\xff"}', b'{"name": {}}', b'{"run": "another"}'),
+    ],
+    ids=lambda data: data[:16].decode(errors="replace"),
+)
+def test_join_server_refuses_what_is_no_request(request_: bytes) -> None:
+    """What is no request to this peer group is refused for good, by an answer that can be sent."""
+    server = JoinServer.__new__(JoinServer)
+    server._prefix, server._peer_group = "p", 0
+    answer = server._answer(request_)
+    assert isinstance(answer, Refusal) and answer.final and len(msgspec.json.encode(answer)) < 1000
 
 
 def test_resolved_names_what_has_no_address(monkeypatch: pytest.MonkeyPatch) -> None:

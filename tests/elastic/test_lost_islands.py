@@ -15,6 +15,7 @@ import pytest
 
 from fsdp_demo import PeerLost
 from fsdp_demo.elastic import chunks, message_state, peer_group
+from fsdp_demo.elastic.peer_group import PeerGroup
 
 from ..support.cases import named
 from ..support.elastic import Islands, agree, descriptors, exchanged, talk
@@ -46,6 +47,39 @@ def killed_at(
             assert isinstance(run.results[victim, 0], PeerLost)
             found.append(slots)
     return found
+
+
+def test_lost_island_one_of_all_that_must_stay(run_ranks) -> None:
+    """Where all must stay, the loss of an island ends every rank of the others at once, with the
+    reason, also where one rank alone has lost it. No record is written.
+    """
+
+    def run() -> None:
+        here = Islands(2, 2, dead=30.0, least=2)
+
+        def fn(line: PeerGroup) -> None:
+            exchanged(line, 0)
+            driver = line._driver
+            assert driver is not None
+            rank = driver.machine.rank
+            if line.slot == 1:
+                if rank == 0:
+                    here.kill(1, 0)
+                over.wait(20.0)
+                return
+            with pytest.raises(PeerLost, match="2 must go on together, and 1 of them can") as lost:
+                exchanged(line, 1)
+            why[rank] = str(lost.value)
+            if len(why) == 2:
+                over.set()
+
+        why, over = dict[int, str](), threading.Event()
+        here.run(fn)
+        assert "island 1 (island1) is lost" in why[0] and "#island-lost" in why[0]
+        assert "another rank of this island does not hear it" in why[1]
+        assert not here.store.under("line").get("record/1") and here.expelled == []
+
+    alone(run_ranks, run)
 
 
 def test_lost_island_none_all_messages_are_of_all(run_ranks) -> None:

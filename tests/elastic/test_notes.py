@@ -1,5 +1,5 @@
-"""The short words between ranks: who is to blame for one that cannot be read, for one that cannot
-be, and for an error while it is handled.
+"""The notes between ranks: their bytes, and who is to blame for one that cannot be read, for one
+that cannot be, and for an error while it is handled.
 """
 
 from __future__ import annotations
@@ -8,10 +8,13 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fsdp_demo import PeerLost
-from fsdp_demo.elastic.failure_detector import read_note
+from fsdp_demo.elastic import notes
 from fsdp_demo.elastic.message_io import EarlyPieces
 from fsdp_demo.elastic.newcomer import Following
 from fsdp_demo.errors import WireError
@@ -35,7 +38,7 @@ def spoil(where: Any, name: str) -> None:
 
 
 def test_note_that_fails_here_is_not_blamed_on_a_peer(run_ranks) -> None:
-    """An error while a peer's word is handled ends this island, as any other error of its network
+    """An error while a peer's note is handled ends this island, as any other error of its network
     thread; the peer stays.
     """
 
@@ -94,30 +97,74 @@ def test_offer_that_was_put_off_is_refused() -> None:
     assert [args[:2] for args in expected] == [(B, 4)]
 
 
-@pytest.mark.parametrize(
-    "note",
-    [
-        *(b"{", b"[" * 100_000, b"[]", b"7", b"\xff", b'["beat"]', b'["beat", "x"]'),
-        *(b'["early", 5, "reduce"]', b'["frozen", 1, 2]', b'["vote", 1, 2, 3]'),
-    ],
-)
+FROZEN = [
+    (notes.Vote(7, 1, 2, 3), '["vote",7,1,2,3]'),
+    (notes.Stops(9, True, -1), '["stops",9,true,-1]'),
+    (notes.Frozen(2, (0, 3)), '["frozen",2,[0,3]]'),
+    (notes.Beat(12), '["beat",12]'),
+    (notes.BeatWanted(), '["landed?"]'),
+    (notes.Sign(), '["sign"]'),
+    (notes.Stands(4, 2.5), '["stands",4,2.5]'),
+    (notes.Refused("torn"), '["refused","torn"]'),
+    (notes.EarlyOffered(5, "mixed"), '["early",5,"mixed"]'),
+    (notes.EarlyKept(5), '["kept",5]'),
+    (notes.Ends("stopped"), '["ends","stopped"]'),
+    (notes.Follow({"weight": "ab"}), '["follow",{"weight":"ab"}]'),
+    (notes.Ready(), '["ready"]'),
+    (notes.Planned(3), '["planned",3]'),
+    (notes.Joined(), '["joined"]'),
+]
+"""A note of each kind, and its bytes: a change here is a new wire version."""
+
+
+def test_note_golden_bytes() -> None:
+    """The bytes of every note are frozen, and are read back as the note that they are of."""
+    assert {type(note) for note, _ in FROZEN} == set(notes.Note.__subclasses__())
+    for note, text in FROZEN:
+        assert msgspec.json.encode(note) == text.encode()
+        assert notes.read_note(text.encode()) == note
+
+
+HOSTILE = [
+    *(b"", b"{", b"[" * 60_000, b"[]", b"7", b"\xff", b'"beat"', b'{"beat":1}'),
+    *(b'["beat"]', b'["beat",1,1]', b'["landed?",1]', b'["beat",null]', b"[1,1]"),
+    *(b'["later",[1],{}]', b'["beat","x"]', b'["beat",1.5]', b'["beat",true]'),
+    *(b'["beat",-1]', b'["beat",9223372036854775808]', b'["beat",1e999]'),
+    *(b'["beat",' + b"9" * 60_000 + b"]", b'["beat",' + b"[" * 60_000),
+    *(b'["early",5,"reduce"]', b'["frozen",1,2]', b'["frozen",1,[-1]]', b'["vote",1,2,3]'),
+    *(b'["frozen",1,[' + b"1," * 2000 + b"1]]", b'["frozen",1,' + b"[" * 60_000),
+    *(b'["stands",1,NaN]', b'["stands",1,-1]', b'["stands",1,1e300]', b'["stops",-2,true,0]'),
+    *(b'["refused","' + b"a" * 2000 + b'"]', b'["refused","\xff"]', b'["refused","\\ud800"]'),
+    *(b'["follow",{"a":1}]', b'["follow",{"a":' + b"[" * 60_000, b'["ends","fallen"]'),
+]
+
+
+@pytest.mark.parametrize("note", HOSTILE, ids=lambda note: note[:24].decode(errors="replace"))
 def test_note_of_another_form_cannot_be_read(note: bytes) -> None:
-    """A word with something else behind it than belongs there cannot be read."""
-    with pytest.raises(ValueError):
-        read_note(note)
+    """What is not one of the notes, or goes beyond a bound, cannot be read, and says so in one
+    short sentence.
+    """
+    with pytest.raises(WireError, match="^a note cannot be read .*; use one release") as error:
+        notes.read_note(note)
+    assert len(str(error.value)) < 400
 
 
-def test_note_that_is_not_known_is_left_to_the_caller() -> None:
-    """A word that is not known is read as it is."""
-    assert read_note(b'["later", [1], {}]') == ["later", [1], {}]
-    assert read_note(b'["stands", 3, 2]') == ["stands", 3, 2.0]
+@given(st.binary(max_size=200) | st.sampled_from([text.encode() for _, text in FROZEN]), st.data())
+def test_note_of_any_bytes_is_read_or_refused(data: bytes, draw: st.DataObject) -> None:
+    """Whatever is sent, reading it gives a note or a WireError."""
+    at = draw.draw(st.integers(0, max(len(data) - 1, 0)))
+    changed = data[:at] + draw.draw(st.binary(max_size=3)) + data[at + 1 :]
+    try:
+        assert isinstance(notes.read_note(changed), notes.Note)
+    except WireError:
+        pass
 
 
 def test_newcomer_reads_a_damaged_note_as_a_lost_donor() -> None:
     """A newcomer whose donor sends what cannot be read takes it for lost, and asks another one."""
     following = Following.__new__(Following)
     following._record, following._who = None, "island 0"
-    notes = SimpleNamespace(notes=deque([b'["planned", "x"]']))
-    following._donor = SimpleNamespace(wires={"notes": notes})  # type: ignore[assignment]
+    wire = SimpleNamespace(notes=deque([b'["planned", "x"]']))
+    following._donor = SimpleNamespace(wires={"notes": wire})  # type: ignore[assignment]
     with pytest.raises(PeerLost, match="island 0 sent what cannot be read"):
         _ = following.planned

@@ -21,6 +21,7 @@ from fsdp_demo.rendezvous.position import form
 
 from ..channels.test_presets_oracle import adamw, sgd
 from ..support import probe, threaded
+from ..support.inside import in_ranks
 
 LLAMA = [
     f"model.layers.{i}.{part}.weight"
@@ -47,13 +48,10 @@ def layers(channel: Channel) -> set[int | None]:
     return {layer_of(n) for n in channel.include}
 
 
-@pytest.mark.parametrize(
-    "order, wanted",
-    [
-        ("strided", [{0, 3, 6}, {1, 4, 7}, {2, 5}, {None}]),
-        ("sequential", [{0, 1, 2}, {3, 4, 5}, {6, 7}, {None}]),
-    ],
-)
+@pytest.mark.parametrize("order, wanted", [
+    ("strided", [{0, 3, 6}, {1, 4, 7}, {2, 5}, {None}]),
+    ("sequential", [{0, 1, 2}, {3, 4, 5}, {6, 7}, {None}]),
+])  # fmt: skip
 def test_fragments_layers_and_rest(order, wanted) -> None:
     """Fragments hold the layers in turn, and the last fragment holds the remaining parameters."""
     parts = expand(preset("streaming_diloco", layers=3, order=order, period=30), LLAMA)
@@ -80,11 +78,9 @@ def test_fragments_any_parameter_names() -> None:
         [0, 1, 0, 0],
         [0, 0, 0, 1],
     ]
-    assert (
-        layer_of("h.12.mlp.0.weight") == 12
-        and layer_of("layer12.weight") is None
-        and layer_of("3") == 3
-    )
+    assert layer_of("h.12.mlp.0.weight") == 12
+    assert layer_of("layer12.weight") is None
+    assert layer_of("3") == 3
     few = expand(preset("streaming_diloco", layers=50, period=9), LLAMA[1:5])
     assert len(few) == 1 and few[0].schedule.offset == 0
     with pytest.raises(ValueError, match="no parameter name holds a layer number"):
@@ -147,12 +143,10 @@ def test_released_feedback_with_parameter_average(run_ranks) -> None:
             # The anchor is where the parameters are after every exchange, averaged or not.
             assert [h for h, _ in out["each"]][1::2] == [True] * 6
             drifts = [d for _, d in out["each"]]
-            assert (
-                drifts[:5] == [None] * 5
-                and drifts[5] > 0
-                and drifts[11] != drifts[5]
-                and drifts[11] == drifts[12]
-            )
+            assert drifts[:5] == [None] * 5
+            assert drifts[5] > 0
+            assert drifts[11] != drifts[5]
+            assert drifts[11] == drifts[12]
 
 
 def test_desloc_beside_sparse_delta(run_ranks) -> None:
@@ -374,9 +368,8 @@ def test_attach_log_lists_channels(monkeypatch, caplog) -> None:
     line = next(m for m in caplog.messages if "preset" in m)
     assert line.splitlines()[3] == "    1 shard x 1 copy", line  # and nothing of a batch
     assert [form(1, 2), form(2, 1)] == ["1 shard x 2 copies", "2 shards x 1 copy"]
-    assert (
-        Fragments().layers == 3 and "fragments of 3 layers" in preset("streaming_diloco").describe()
-    )
+    assert Fragments().layers == 3
+    assert "fragments of 3 layers" in preset("streaming_diloco").describe()
 
 
 @pytest.mark.parametrize("weight", ["equal", "tokens"])
@@ -415,13 +408,7 @@ class Line(nn.Module):
         self.w = nn.Parameter(torch.full((4,), value, dtype=dtype))
 
 
-def walk(
-    config: ExchangeConfig | str,
-    steps: int,
-    g: float = 0.125,
-    dtype: torch.dtype = torch.float32,
-    **options: Any,
-) -> tuple[Any, Any]:
+def walk(config, steps, g=0.125, dtype: torch.dtype = torch.float32, **options) -> tuple[Any, Any]:
     """(value after every step, value after finish()) of one replica that steps by -g."""
     model = Line(dtype=dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -576,44 +563,37 @@ def test_clip_mean_beside_local_gradients(run_ranks, source: str) -> None:
     assert float(a[0][0]) == pytest.approx(-0.1 * sum(own) / 2, rel=1e-5)
 
 
-def test_clip_common_norm_skipped_step(run_ranks) -> None:
+@in_ranks(2, 1)
+def test_clip_common_norm_skipped_step(me) -> None:
     """An island that skips a step still takes part in the common norm."""
-
-    def run(me):
-        model = nn.Linear(6, 6)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        exchange = fsdp_demo.attach(
-            optimizer,
-            "diloco",
-            model=model,
-            period=3,
-            inner_optimizers="as_is",
-            clip_scope="islands",
-        )
-        for t in range(7):
-            model(torch.ones(2, 6)).sum().backward()
-            if (t, me.island) == (1, 1):
-                exchange.skip()
-            else:
-                optimizer.step()
-            optimizer.zero_grad()
-        exchange.finish()
-        return exchange.digests_equal()
-
-    assert run_ranks(run, 2, 1) == [True, True]
+    model = nn.Linear(6, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exchange = fsdp_demo.attach(
+        optimizer,
+        "diloco",
+        model=model,
+        period=3,
+        inner_optimizers="as_is",
+        clip_scope="islands",
+    )
+    for t in range(7):
+        model(torch.ones(2, 6)).sum().backward()
+        if (t, me.island) == (1, 1):
+            exchange.skip()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+    exchange.finish()
+    assert exchange.digests_equal()
 
 
 def test_config_composed_forms(alone) -> None:
     """Composed configurations take and refuse the documented forms."""
-    assert (
-        preset("demo", inner_optimizers="as_is").channels[0].applier.sign is True
-        and preset("random", inner_optimizers="as_is").lr == 4e-4
-    )
-    assert (
-        not preset("demo", version=2).clips_mean
-        and not preset("random", sign=False).clips_mean
-        and preset("full").clips_mean
-    )
+    assert preset("demo", inner_optimizers="as_is").channels[0].applier.sign is True
+    assert preset("random", inner_optimizers="as_is").lr == 4e-4
+    assert not preset("demo", version=2).clips_mean
+    assert not preset("random", sign=False).clips_mean
+    assert preset("full").clips_mean
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(ValueError, match="no parameter name holds a layer number"):
         fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "streaming_diloco")
@@ -633,24 +613,14 @@ def test_config_composed_forms(alone) -> None:
     assert len(expand(ExchangeConfig("apart", (body, rest)), LLAMA)) == 2
 
 
-@pytest.mark.parametrize(
-    "channels, part",
-    [
-        ((average_after("a", "b"), average_after("b", "a")), "an order has two places"),
-        (
-            (Channel("g", "gradient"), average_after("b", "g")),
-            "gradient channels act before the base step",
-        ),
-        (
-            (
-                Channel("d", "delta", SyncSchedule(4), applier=Applier("outer_step")),
-                average_after("b", "d", delay=1),
-            ),
-            "use delay=0",
-        ),
-        ((Channel("a.b", "gradient"),), "no dot"),
-    ],
-)
+@pytest.mark.parametrize("channels, part", [
+    ((average_after("a", "b"), average_after("b", "a")), "an order has two places"),
+    ((Channel("g", "gradient"), average_after("b", "g")),
+        "gradient channels act before the base step"),
+    ((Channel("d", "delta", SyncSchedule(4), applier=Applier("outer_step")),
+        average_after("b", "d", delay=1)), "use delay=0"),
+    ((Channel("a.b", "gradient"),), "no dot"),
+])  # fmt: skip
 def test_channel_order_refused(channels, part) -> None:
     """Orders of channels that cannot work are refused."""
     with pytest.raises(ValueError, match=part):

@@ -12,22 +12,14 @@ import torch
 
 import fsdp_demo
 
+from ..support.inside import in_ranks
+
 MAKES = {"empty", "zeros", "ones", "full", "tensor", "eye", "linspace", "rand", "randn"}
 NUMBERS = {"arange", "randint", "randperm"}  # of integers: the default dtype is no matter
 PACKAGES = (
-    "channels",
-    "checkpoint",
-    "compression",
-    "exchange",
-    "hosts",
-    "tools",
-    "net",
-    "store",
-    "membership",
-    "peers",
-    "elastic",
-    "rendezvous",
-)
+    "channels", "checkpoint", "compression", "exchange", "hosts", "tools", "net", "store",
+    "membership", "peers", "elastic", "rendezvous",
+)  # fmt: skip
 PRESETS = ("diloco", "demo", "sign_loco", "muloco", "desloc", "streaming_diloco", "stride", "full")
 
 
@@ -47,47 +39,45 @@ def test_default_dtype_every_call_explicit(package: str) -> None:
     assert missing == []
 
 
-def test_default_dtype_and_device_same_bits(run_ranks: Callable[..., Any]) -> None:
+@in_ranks(2, 1)
+def test_default_dtype_and_device_same_bits(me: Any) -> None:
     """Another default dtype or device changes no bit of a training. With bf16 as default fp32 work
     was done in bf16. A default device other than the model's ended the process in a kernel.
     """
 
-    def run(me: Any) -> list[str]:
-        def trained(name: str, set_default: Callable[[], None]) -> list[torch.Tensor]:
-            torch.manual_seed(0)
-            model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Linear(96, 3))
-            config = fsdp_demo.preset(name)
-            if name not in ("demo", "stride", "full"):
-                config = fsdp_demo.preset(name, period=2)
-            optimizer = fsdp_demo.base_optimizer(config, model.named_parameters(), lr=1e-2)
-            rows = [torch.randn(4, 64) + me.island for _ in range(4)]
-            set_default()
-            try:
-                exchange = fsdp_demo.attach(optimizer, config, model=model)
-                for x in rows:
-                    model(x).square().mean().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                with exchange.outer_parameters(model):
-                    exchange.metrics()
-                exchange.state_dict()
-                exchange.finish()
-            finally:
-                torch.set_default_dtype(torch.float32)
-                torch.set_default_device(None)
-            return [p.detach() for p in model.parameters()]
+    def trained(name: str, set_default: Callable[[], None]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Linear(96, 3))
+        config = fsdp_demo.preset(name)
+        if name not in ("demo", "stride", "full"):
+            config = fsdp_demo.preset(name, period=2)
+        optimizer = fsdp_demo.base_optimizer(config, model.named_parameters(), lr=1e-2)
+        rows = [torch.randn(4, 64) + me.island for _ in range(4)]
+        set_default()
+        try:
+            exchange = fsdp_demo.attach(optimizer, config, model=model)
+            for x in rows:
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with exchange.outer_parameters(model):
+                exchange.metrics()
+            exchange.state_dict()
+            exchange.finish()
+        finally:
+            torch.set_default_dtype(torch.float32)
+            torch.set_default_device(None)
+        return [p.detach() for p in model.parameters()]
 
-        defaults: list[Callable[[], None]] = [
-            lambda: torch.set_default_dtype(torch.bfloat16),
-            lambda: torch.set_default_device("meta"),
-        ]
-        unlike = []
-        for name in PRESETS:
-            plain = trained(name, lambda: None)
-            for i, set_default in enumerate(defaults):
-                found = trained(name, set_default)
-                if not all(torch.equal(a, b) for a, b in zip(plain, found, strict=True)):
-                    unlike.append(f"{name} with default {i}")
-        return unlike
-
-    assert run_ranks(run, 2, 1) == [[], []]
+    defaults: list[Callable[[], None]] = [
+        lambda: torch.set_default_dtype(torch.bfloat16),
+        lambda: torch.set_default_device("meta"),
+    ]
+    unlike = []
+    for name in PRESETS:
+        plain = trained(name, lambda: None)
+        for i, set_default in enumerate(defaults):
+            found = trained(name, set_default)
+            if not all(torch.equal(a, b) for a, b in zip(plain, found, strict=True)):
+                unlike.append(f"{name} with default {i}")
+    assert unlike == []

@@ -20,9 +20,7 @@ from .test_out_of_step import CONFIGS
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("name", ["demo", "full", "diloco", "consensus", "streaming_diloco"])
-def test_digest_flipped_bit_names_island(
-    run_ranks: Callable[..., Any], everywhere: Any, name: str, count: int
-) -> None:
+def test_digest_flipped_bit_names_island(run_ranks, everywhere: Any, name: str, count: int) -> None:
     """A bit that flipped on one island causes an error that names the island and the tensors."""
     everywhere.setattr("fsdp_demo.exchange.runtime", "EVERY", 4)
     config = CONFIGS[name]

@@ -17,6 +17,7 @@ import torch
 import fsdp_demo
 from fsdp_demo import preset
 from fsdp_demo.elastic import join_server
+from fsdp_demo.elastic.notes import Ready, Sign
 from fsdp_demo.peers import bulk_stream
 
 from .test_survivors import Small, backward
@@ -80,10 +81,7 @@ def test_elastic_third_island_joins(run_ranks, case: str, procs: int) -> None:
     """A run begins with two of three islands, and the third joins it."""
 
     def env(me: Any) -> dict[str, str]:
-        return {
-            "ISLAND_MIN": "2",
-            "ISLAND_TIMEOUT": "40" if me.island == 1 else "5",
-        }
+        return dict(ISLAND_MIN="2", ISLAND_TIMEOUT="40" if me.island == 1 else "5")
 
     found = run_ranks(grown, 3, procs, timeout=120, env=env, args=(case, 1, 3))
     agree([found[i * procs] for i in range(3)])
@@ -140,7 +138,7 @@ def dies_as_a_donor(moment: str, died: Path) -> None:
             threading.Timer(0.3, died.touch).start()
 
     bulk_stream.put = half
-    join_server.read_note = lambda note: [w if w != "ready" else "" for w in read(note)]
+    join_server.read_note = lambda note: Sign() if isinstance(read(note), Ready) else read(note)
 
 
 def handed_over(me: Any, case: str, moment: str) -> Any:
@@ -171,16 +169,10 @@ def handed_over(me: Any, case: str, moment: str) -> Any:
     return first, exchange.newcomer, exchange.digests_equal(), exchange.step, values
 
 
-@pytest.mark.parametrize(
-    ("case", "procs", "moment"),
-    [
-        ("full", 1, "snapshot"),
-        ("full", 1, "tick"),
-        ("diloco", 1, "snapshot"),
-        ("diloco", 1, "message"),
-        ("full", 2, "tick"),
-    ],
-)
+@pytest.mark.parametrize(("case", "procs", "moment"), [
+    ("full", 1, "snapshot"), ("full", 1, "tick"), ("diloco", 1, "snapshot"),
+    ("diloco", 1, "message"), ("full", 2, "tick"),
+])  # fmt: skip
 def test_elastic_newcomer_changes_donor(run_ranks, case: str, procs: int, moment: str) -> None:
     """A newcomer whose donor dies takes another one, in the same process and without the first
     snapshot.

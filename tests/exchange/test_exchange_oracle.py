@@ -22,6 +22,7 @@ from fsdp_demo import Channel, Codec, ExchangeConfig, SyncSchedule, WireError, p
 from ..channels.test_presets_oracle import adamw, coding, follow, sgd, start, worst_of
 from ..oracles import presets as oracle
 from ..support import probe
+from ..support.inside import in_ranks
 from ..support.threaded import Tap
 from ..support.transforms import transform
 from ..support.world import replica
@@ -35,6 +36,49 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max(float((a[n] - b[n]).abs().max()) for n in a)
+
+
+def demo(**more: Any) -> ExchangeConfig:
+    plain = {**probe.PLAIN_EMBEDDINGS, "value_dtype": "fp32", "clip": None}
+    return preset("demo", **{**plain, **more})
+
+
+def diloco(**more: Any) -> ExchangeConfig:
+    return preset("diloco", **{"momentum_warmup": 0, "period": 2, "clip": None, **more})
+
+
+def decoupled(**more: Any) -> ExchangeConfig:
+    return preset("decoupled_momentum", **{"transform": True, "period": 2, "clip": None, **more})
+
+
+CONFIGS = {
+    "full": preset("full"), "demo": demo(), "diloco": diloco(),
+    "released": decoupled(rule="released", value_dtype="fp32"),
+}  # fmt: skip
+RELEASED = decoupled(rule="released")
+
+
+def inner_of(name: str) -> Any:
+    return sgd if name == "demo" else adamw
+
+
+def method_of(name: str, inner: Any = None, islands: int = 2, **options: Any) -> Any:
+    """The oracle of a configuration of `CONFIGS`."""
+    kind, given = {
+        "full": (oracle.Full, {}),
+        "demo": (oracle.Demo, {"coding": coding()}),
+        "diloco": (oracle.DiLoCo, {"period": 2}),
+        "released": (
+            oracle.DecoupledMomentum,
+            {"rule": "released", "period": 2, "coding": coding(senders=False)},
+        ),
+    }[name]
+    return kind(start(6), islands, inner or inner_of(name), **given, **options)
+
+
+def off(params: Any, island: int, truth: Any, method: Any) -> float:
+    """How far an island's parameters are from the oracle's, at worst."""
+    return worst_of(params, island, truth, getattr(method, "smallest", None))
 
 
 def _fresh_attach(run):
@@ -89,9 +133,8 @@ def test_full_equals_large_batch(run_ranks, clip):
         exchange.finish()
         return exchange.digests_equal(), exchange.clips, probe.whole(model)
 
-    model = mlp()
+    model, clipped = mlp(), 0
     optimizer = adamw(model.parameters())
-    clipped = 0
     for t in range(20):
         x, y = batch(t, slice(None))
         optimizer.zero_grad()
@@ -111,42 +154,27 @@ def test_sparse_all_kept_equals_dense(run_ranks, feedback, transformed):
     """A sparse channel that keeps all coefficients is a dense method. k = block, no sign, divisor
     R. subtract: nothing stays, plain SGD on the mean gradient; none: dense momentum SGD.
     """
-    config = preset(
-        "demo",
-        **probe.PLAIN_EMBEDDINGS,
-        topk=4096,
-        value_dtype="fp32",
-        sign=False,
-        beta=0.9,
-        transform=transformed,
-        clip=None,
-    )
+    config = demo(topk=4096, sign=False, beta=0.9, transform=transformed)
     # over senders an exact zero would not count
     config = config.changed({"feedback": feedback, "reducer.mean_over": "replicas"})
-
-    def run(me):
-        return probe.train(me, config, sgd)["params"][-1]
 
     def momentum(params: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=0.01, momentum=0.9)
 
     truth = follow(oracle.Full(start(0), 2, momentum if feedback == "none" else sgd), 0, 20)[-1][0]
-    for params in run_ranks(run):
+    for params in run_ranks(lambda me: probe.train(me, config, sgd)["params"][-1]):
         assert difference(truth, params) < 2e-5
 
 
 # -- shards --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "config",
-    [preset("full"), preset("diloco", momentum_warmup=0, period=5, clip=None)],
-    ids=lambda c: c.preset,
-)
-def test_sharding_elementwise_presets_equal(run_ranks, config):
+@pytest.mark.parametrize("name", ["full", "diloco"])
+def test_sharding_elementwise_presets_equal(run_ranks, name):
     """Element-wise presets do not depend on the sharding. Bit-equal for one process, two with FSDP2
     and two without, on every kind of parameter.
     """
+    config = diloco(period=5) if name == "diloco" else preset("full")
 
     def run(me):
         return [
@@ -159,23 +187,16 @@ def test_sharding_elementwise_presets_equal(run_ranks, config):
         assert all(same(a, b) for a, b in zip(one[0], other, strict=True))
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        preset("demo", **probe.PLAIN_EMBEDDINGS, clip=None),
-        preset("decoupled_momentum", transform=True, period=2, clip=None),
-        preset("decoupled_momentum", transform=True, rule="released", period=2, clip=None),
-    ],
-    ids=["demo", "consensus", "released"],
-)
+@pytest.mark.parametrize("config", [
+    preset("demo", **probe.PLAIN_EMBEDDINGS, clip=None), decoupled(), RELEASED,
+], ids=["demo", "consensus", "released"])  # fmt: skip
 def test_sharding_dct_presets_block_edges(run_ranks, config):
     """DCT presets do not depend on shards whose edges are edges of blocks. 128 x 128 in two shards
     of 64 x 128: the same bits as unsharded, with int8 values.
     """
-    inner = sgd if config.preset == "demo" else adamw
 
     def run(me):
-        return probe.train(me, config, inner, 8, names=ALIGNED)["params"]
+        return probe.train(me, config, inner_of(config.preset), 8, names=ALIGNED)["params"]
 
     one, two = run_ranks(run, 2, 1), run_ranks(run, 2, 2)
     assert all(same(a, b) for a, b in zip(one[0], two[0], strict=True))
@@ -193,151 +214,90 @@ def test_topology_from_mesh_one_world(run_ranks, name):
     """`Topology.from_mesh` makes the islands of one world. Topology.from_mesh: four processes of
     one world, FSDP2 over the shard axis, the exchange over the other.
     """
-    config = (
-        preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None)
-        if name == "demo"
-        else preset("diloco", momentum_warmup=0, period=2, clip=None)
-    )
-    inner = sgd if name == "demo" else adamw
 
     def run(me):
         mesh = mesh_of_islands(me)
         here = replace(me, island=me.proc // 2, proc=me.proc % 2, islands=2, procs=2)
-        model = probe.Probe(6)
-        probe.shard(model, mesh["dp_shard"])
-        optimizer = inner(model.parameters())
-        exchange = fsdp_demo.attach(
-            optimizer, config, model=model, topology=fsdp_demo.Topology.from_mesh(mesh)
+        topology = fsdp_demo.Topology.from_mesh(mesh)
+        job = probe.Job(
+            here, CONFIGS[name], inner_of(name), 6, mesh=mesh["dp_shard"], topology=topology
         )
         params, equal = [], []
         for t in range(6):
-            probe.backward(model, here, t, 6, True)
-            optimizer.step()
-            optimizer.zero_grad()
-            params.append(probe.whole(model))
-            equal.append(exchange.digests_equal())
-        exchange.finish()
+            job.step(t)
+            params.append(job.whole())
+            equal.append(job.exchange.digests_equal())
+        job.exchange.finish()
         return params, equal
 
-    method = (
-        oracle.Demo(start(6), 2, sgd, shards=2, coding=coding())
-        if name == "demo"
-        else oracle.DiLoCo(start(6), 2, adamw, period=2)
-    )
+    method = method_of(name, **({"shards": 2} if name == "demo" else {}))
     truth = follow(method, 6, 6)
     for rank, (params, equal) in enumerate(run_ranks(run, 1, 4)):
         assert equal[1::2] == [True] * 3
-        assert worst_of(params, rank // 2, truth, getattr(method, "smallest", None)) < 1e-5
+        assert off(params, rank // 2, truth, method) < 1e-5
 
 
 def test_hsdp_inside_one_island(run_ranks):
     """Two shards in two copies each: the active copies of a shard complete each other inside the
     island (R = 1 here).
     """
-    config = preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None)
 
     def run(me):
-        mesh = mesh_of_islands(me, ("copy", "shard"))
-        model = probe.Probe(6)
-        probe.shard(model, mesh)
-        optimizer = sgd(model.parameters())
-        exchange = fsdp_demo.attach(optimizer, config, model=model)
+        job = probe.Job(me, CONFIGS["demo"], sgd, 6, mesh=mesh_of_islands(me, ("copy", "shard")))
         params = []
         for t in range(4):
-            model(probe.gradient(6, t, 0, me.proc % 2)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            params.append(probe.whole(model))
-        position = exchange.channels[0].position
-        exchange.finish()
+            job.model(probe.gradient(6, t, 0, me.proc % 2)).backward()
+            job.end_step()
+            params.append(job.whole())
+        position = job.exchange.channels[0].position
+        job.exchange.finish()
         return params, (position.num_shards, position.shard, position.num_copies, position.copy)
 
-    method = oracle.Demo(start(6), 1, sgd, shards=2, coding=coding())
+    method = method_of("demo", islands=1, shards=2)
     truth = follow(method, 6, 4)
     results = run_ranks(run, 1, 4)
-    assert [place for _, place in results] == [
-        (2, 0, 2, 0),
-        (2, 1, 2, 0),
-        (2, 0, 2, 1),
-        (2, 1, 2, 1),
-    ]
+    assert [at for _, at in results] == [(2, 0, 2, 0), (2, 1, 2, 0), (2, 0, 2, 1), (2, 1, 2, 1)]
     for params, _ in results:
         assert worst_of(params, 0, truth, method.smallest) < 1e-5
 
 
 @pytest.mark.parametrize("procs", [[1, 2], [2, 1]])
-@pytest.mark.parametrize("name", ["demo", "full", "diloco", "released"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_copies_differ_between_islands(run_ranks, procs, name):
     """Islands with unlike numbers of copies of a shard exchange and stay equal."""
-    config = {
-        "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None),
-        "full": preset("full"),
-        "diloco": preset("diloco", momentum_warmup=0, period=2, clip=None),
-        "released": preset(
-            "decoupled_momentum",
-            transform=True,
-            rule="released",
-            period=2,
-            value_dtype="fp32",
-            clip=None,
-        ),
-    }[name]
-    inner = sgd if name == "demo" else adamw
 
     def run(me):
-        out = probe.train(me, config, inner, 6, sharded=False, seed=6, finish=True)
+        out = probe.train(me, CONFIGS[name], inner_of(name), 6, sharded=False, seed=6, finish=True)
         return out["params"], out["equal"], out["final"]
 
-    results = run_ranks(run, procs=procs)
-    method = {
-        "demo": lambda: oracle.Demo(start(6), 2, sgd, coding=coding()),
-        "full": lambda: oracle.Full(start(6), 2, adamw),
-        "diloco": lambda: oracle.DiLoCo(start(6), 2, adamw, period=2),
-        "released": lambda: oracle.DecoupledMomentum(
-            start(6), 2, adamw, rule="released", period=2, coding=coding(senders=False)
-        ),
-    }[name]()
+    results, method = run_ranks(run, procs=procs), method_of(name)
     truth = follow(method, 6, 6)
     for rank, (params, equal, final) in enumerate(results):
         assert equal[1::2] == [name != "released"] * 3
-        assert (
-            worst_of(params, int(rank >= procs[0]), truth, getattr(method, "smallest", None)) < 1e-5
-        )
+        assert off(params, int(rank >= procs[0]), truth, method) < 1e-5
         assert same(final, results[0][2])
 
 
-def test_scalar_parameters_exchanged(run_ranks):
+@in_ranks(procs=1)
+def test_scalar_parameters_exchanged(me):
     """Parameters without a dimension are exchanged like others."""
-
-    def run(me):
-        scale = nn.Parameter(torch.tensor(1.0 + me.island))
-        optimizer = sgd([scale])
-        exchange = fsdp_demo.attach(optimizer, "full")
-        (scale * (1.0 + 2 * me.island)).backward()
-        optimizer.step()
-        exchange.finish()
-        return float(scale)
-
-    assert run_ranks(run, procs=1) == pytest.approx([1 - 0.01 * 2] * 2)
+    scale = nn.Parameter(torch.tensor(1.0 + me.island))
+    optimizer = sgd([scale])
+    exchange = fsdp_demo.attach(optimizer, "full")
+    (scale * (1.0 + 2 * me.island)).backward()
+    optimizer.step()
+    exchange.finish()
+    assert float(scale) == pytest.approx(1 - 0.01 * 2)
 
 
-def test_single_replica_sends_nothing(run_ranks):
+@in_ranks(1, 1, env={"ISLAND_COUNT": ""})
+def test_single_replica_sends_nothing(me):
     """Without islands the run is one replica and sends nothing."""
-    config = preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None)
-
-    def run(me):
-        out = probe.train(me, config, sgd, 6, seed=6, finish=True)
-        return out["params"], out["metrics"], out["final_equal"]
-
-    (params, metrics, equal) = run_ranks(run, 1, 1, env={"ISLAND_COUNT": ""})[0]
-    method = oracle.Demo(start(6), 1, sgd, coding=coding())
-    assert worst_of(params, 0, follow(method, 6, 6), method.smallest) < 1e-5
-    assert (
-        metrics["bytes_sent"],
-        metrics["bytes_received"],
-        metrics["messages"],
-        metrics["step"],
-    ) == (0, 0, 0, 6) and equal
+    out = probe.train(me, CONFIGS["demo"], sgd, 6, seed=6, finish=True)
+    method, metrics = method_of("demo", islands=1), out["metrics"]
+    assert worst_of(out["params"], 0, follow(method, 6, 6), method.smallest) < 1e-5
+    assert metrics["bytes_sent"] == metrics["bytes_received"] == metrics["messages"] == 0
+    assert metrics["step"] == 6 and out["final_equal"]
 
 
 # -- the momentum of the released rule -----------------------------------------------------------
@@ -347,14 +307,7 @@ def test_accumulator_sum_dense_recursion(run_ranks):
     """The sum of the accumulators obeys the dense recursion. Rule released, mean over replicas,
     int8: sum_r a_r = beta sum_r a_r + sum_r T(D_r) at every exchange, to rounding.
     """
-    config = preset(
-        "decoupled_momentum",
-        transform=True,
-        rule="released",
-        period=2,
-        clip=None,
-        inner_optimizers="as_is",
-    )
+    config = decoupled(rule="released", inner_optimizers="as_is")
 
     def run(me):
         kept = []
@@ -425,36 +378,21 @@ def test_accumulator_mean_over_senders(run_ranks, kind):
 # -- bytes and messages --------------------------------------------------------------------------
 
 
-def metered(
-    me: Any,
-    config: ExchangeConfig,
-    steps: int,
-    sharded: bool = True,
-    names: list[str] | None = None,
-    topology: fsdp_demo.Topology | None = None,
-) -> dict[str, Any]:
+def metered(me, config, steps, sharded=True, names=None, topology=None) -> dict[str, Any]:
     """Bytes by the exchange's meter, and messages and bytes by its connections, in total and per
     step.
     """
-    sharded = sharded and me.procs > 1
-    model = probe.Probe(0, names)
-    if sharded:
-        probe.shard(model, me.mesh())
-    optimizer = sgd(model.parameters())
-    exchange = fsdp_demo.attach(
-        optimizer, config, model=model, topology=topology, inner_optimizers="as_is"
-    )
-    tap = Tap(exchange)
-    sends = []
+    options = dict(topology=topology, inner_optimizers="as_is")
+    job = probe.Job(me, config, sgd, 0, names, sharded, **options)
+    tap, sends = Tap(job.exchange), []
     for t in range(steps):
         for micro in range(3):
-            probe.backward(model, me, 3 * t + micro, 0, sharded, names)
+            job.backward(3 * t + micro)
         assert len(tap.all_left()) == sum(sends)  # nothing crosses on a micro-batch
-        optimizer.step()
-        optimizer.zero_grad()
+        job.end_step()
         sends.append(len(tap.all_left(sum(sends))))
-    metrics = exchange.metrics()
-    exchange.detach()
+    metrics = job.exchange.metrics()
+    job.exchange.detach()
     sent: Counter[int] = Counter()
     for to, size in tap.sent:
         sent[to] += size
@@ -476,13 +414,13 @@ def test_meter_bytes_and_due_messages(run_ranks, islands):
     """The meter counts to the byte, and messages leave when they are due. Sparse: one message a
     step. Dense: the header and two legs. Sizes by hand for four full blocks, k = 32, int8.
     """
-    sparse = preset("decoupled_momentum", transform=True, period=2)
 
-    def run(me):
+    def run(me, config):
         me, topology, _ = replica(me)
-        return metered(me, sparse, 4, names=ALIGNED, topology=topology)
+        return metered(me, config, 4, names=ALIGNED, topology=topology)
 
-    peers, outs = islands - 1, run_ranks(run, 1, islands)
+    sparse = preset("decoupled_momentum", transform=True, period=2)
+    peers, outs = islands - 1, run_ranks(run, 1, islands, args=(sparse,))
     assert consistent(outs)
     for out in outs:
         # header, four blocks: scale, values; 53 flags, symbols, 4 and 1 low bits of positions
@@ -490,30 +428,21 @@ def test_meter_bytes_and_due_messages(run_ranks, islands):
         assert out["sends"] == [0, peers, 0, peers] and out["messages"] == out["exchanges"] == 2
         assert out["bytes_sent"] == out["bytes_received"] == 2 * peers * message
     dense = preset("diloco", momentum_warmup=0, period=2)
-
-    def run_dense(me):
-        me, topology, _ = replica(me)
-        return metered(me, dense, 4, names=ALIGNED, topology=topology)
-
-    outs = run_ranks(run_dense, 1, islands)
+    outs = run_ranks(run, 1, islands, args=(dense,))
     assert consistent(outs)
     for out in outs:
         n = 4 * 128 * 128
-        assert (
-            out["sends"] == [0, 3 * peers, 0, 3 * peers]
-            and out["messages"] == 6
-            and out["exchanges"] == 2
-        )
+        assert out["sends"] == [0, 3 * peers, 0, 3 * peers]
+        assert out["messages"] == 6
+        assert out["exchanges"] == 2
         ideal = 2 * n * peers / islands
         # three headers, uneven parts
         assert 0 <= out["bytes_sent"] / 2 - ideal <= peers * 3 * 56 + 8 * peers
 
 
-@pytest.mark.parametrize(
-    "config",
-    [preset("demo"), preset("full"), preset("diloco", momentum_warmup=0, period=1)],
-    ids=lambda c: c.preset,
-)
+@pytest.mark.parametrize("config", [
+    preset("demo"), preset("full"), preset("diloco", momentum_warmup=0, period=1),
+], ids=lambda c: c.preset)  # fmt: skip
 def test_bytes_independent_of_sharding(run_ranks, config):
     """An island sends the same bytes however it is sharded. 2 x 1, FSDP2 2 x 2 and unsharded 2 x 2,
     summed over the ranks of an island: equal up to headers, checksums and presence bits.
@@ -536,10 +465,9 @@ def test_bytes_unsharded_blocks_dealt(run_ranks):
     probe, so edge blocks and dense elements too: equal up to a header, presence bits and odd counts
     of indices.
     """
-    config = preset("demo")
 
     def run(me):
-        return metered(me, config, 1, sharded=False)["bytes_sent"]
+        return metered(me, preset("demo"), 1, sharded=False)["bytes_sent"]
 
     one, two = run_ranks(run, 2, 1), run_ranks(run, 2, 2)
     assert one[0] == one[1] and two[0] + two[1] == two[2] + two[3]
@@ -550,63 +478,36 @@ def test_bytes_unsharded_blocks_dealt(run_ranks):
 
 
 @pytest.mark.parametrize("name", ["demo", "diloco"])
-def test_step_count_checkpoint_and_evaluation(run_ranks, name):
+@in_ranks()
+def test_step_count_checkpoint_and_evaluation(me, name):
     """Checkpoints and evaluation take no step of the exchange. Fresh and used optimizers: get and
     set state_dict through torch.distributed.checkpoint, forward passes; nothing moves.
     """
-    inner = sgd if name == "demo" else adamw
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    def run(me):
-        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-        model = probe.Probe()
-        probe.shard(model, me.mesh())
-        optimizer = inner(model.parameters())
-        exchange = fsdp_demo.attach(optimizer, name, model=model)
-        seen = []
-
-        def look():
-            before = probe.whole(model)
-            exchange.state_dict()
-            optimizer.state_dict()
-            states = get_state_dict(model, optimizer)
-            set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
-            with torch.no_grad():
-                model(probe.gradient(0, 0, 0, 0))
-            model.layer.reshard()
-            seen.append(
-                (
-                    exchange.step,
-                    exchange.metrics()["messages"],
-                    difference(before, probe.whole(model)),
-                )
-            )
-
-        look()
-        for t in range(2):
-            probe.backward(model, me, t, 0, True)
-            optimizer.step()
-            optimizer.zero_grad()
-        look()
-        return seen
-
-    messages = 2 if name == "demo" else 0
-    assert run_ranks(run) == [[(0, 0, 0.0), (2, messages, 0.0)]] * 4
+    job = probe.Job(me, name, inner_of(name))
+    model, optimizer, exchange = job.model, job.optimizer, job.exchange
+    for steps, messages in ((0, 0), (2, 2 if name == "demo" else 0)):
+        job.steps(exchange.step, steps)
+        before = job.whole()
+        exchange.state_dict()
+        optimizer.state_dict()
+        states = get_state_dict(model, optimizer)
+        set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
+        with torch.no_grad():
+            model(probe.gradient(0, 0, 0, 0))
+        model.layer.reshard()
+        assert (exchange.step, exchange.metrics()["messages"]) == (steps, messages)
+        assert difference(before, job.whole()) == 0.0
 
 
-def test_pause_steps_not_counted(run_ranks):
+@in_ranks(procs=1)
+def test_pause_steps_not_counted(me):
     """Steps of the optimizer inside `paused` do not count and send nothing."""
-
-    def run(me):
-        model = probe.Probe(0, ALIGNED)
-        optimizer = sgd(model.parameters())
-        exchange = fsdp_demo.attach(optimizer, "full", model=model)
-        with exchange.paused():
-            probe.backward(model, me, 0, 0, False, ALIGNED)
-            optimizer.step()
-        return exchange.step, exchange.metrics()["messages"]
-
-    assert run_ranks(run, procs=1) == [(0, 0)] * 2
+    job = probe.Job(me, "full", sgd, names=ALIGNED)
+    with job.exchange.paused():
+        job.step(0)
+    assert job.exchange.step == job.exchange.metrics()["messages"] == 0
 
 
 @pytest.mark.parametrize("name", ["full", "demo", "diloco"])
@@ -614,43 +515,30 @@ def test_skip_leaves_replicas_equal(run_ranks, name):
     """A skipped step leaves the replicas together. Replica 1 drops steps 2 and 3: full takes the
     mean over the others; demo adds nothing to its momentum; diloco stays where it is.
     """
-    diloco = preset("diloco", momentum_warmup=0, period=2, clip=None)
-    config = {
-        "full": preset("full"),
-        "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None),
-        "diloco": diloco,
-    }[name]
-    inner = sgd if name == "demo" else adamw
     skips = ((2, 1), (3, 1))
 
     def run(me):
-        model = probe.Probe(6)
-        optimizer = inner(model.parameters())
-        exchange = fsdp_demo.attach(optimizer, config, model=model)
+        job = probe.Job(me, CONFIGS[name], inner_of(name), 6)
         params, equal = [], []
         for t in range(6):
-            probe.backward(model, me, t, 6, False)
+            job.backward(t)
             if (t, me.island) in skips:
-                for p in model.parameters():
+                for p in job.model.parameters():
                     if p.grad is not None:
                         p.grad.fill_(float("nan"))
-                exchange.skip()
+                job.exchange.skip()
+                job.optimizer.zero_grad()
             else:
-                optimizer.step()
-            optimizer.zero_grad()
-            params.append(probe.whole(model))
-            equal.append(exchange.digests_equal())
-        return params, equal, exchange.step
+                job.end_step()
+            params.append(job.whole())
+            equal.append(job.exchange.digests_equal())
+        assert job.exchange.step == 6 and equal[1::2] == [True] * 3
+        return params
 
-    method = {
-        "full": lambda: oracle.Full(start(6), 2, adamw),
-        "demo": lambda: oracle.Demo(start(6), 2, sgd, coding=coding()),
-        "diloco": lambda: oracle.DiLoCo(start(6), 2, adamw, period=2),
-    }[name]()
+    method = method_of(name)
     truth = follow(method, 6, 6, skips=skips)
-    for r, (params, equal, step) in enumerate(run_ranks(run, procs=1)):
-        assert step == 6 and equal[1::2] == [True] * 3
-        assert worst_of(params, r, truth, getattr(method, "smallest", None)) < 1e-5
+    for r, params in enumerate(run_ranks(run, procs=1)):
+        assert off(params, r, truth, method) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["full", "demo", "diloco"])
@@ -658,30 +546,18 @@ def test_token_weights_mean(run_ranks, name):
     """The mean over islands is weighted by the tokens of each. Island 0 saw one token for each
     three of island 1; two processes of an island add up.
     """
-    config = {
-        "full": preset("full"),
-        "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", sign=False, clip=None),
-        "diloco": preset("diloco", momentum_warmup=0, period=2, clip=None),
-    }[name]
+    plain = {"sign": False} if name == "demo" else {}
+    config = demo(**plain) if plain else CONFIGS[name]
     config = config.changed({"reducer.weight": "tokens"})
-    inner = sgd if name == "demo" else adamw
+
+    def tell(me):
+        return lambda t, e: e.report(50 if me.island == 0 else 150, loss=me.island + t)
 
     def run(me):
-        out = probe.train(
-            me,
-            config,
-            inner,
-            4,
-            seed=6,
-            before=lambda t, e: e.report(50 if me.island == 0 else 150, loss=me.island + t),
-        )
+        out = probe.train(me, config, inner_of(name), 4, seed=6, before=tell(me))
         return out["params"], out["metrics"]["loss"]
 
-    method = {
-        "full": lambda: oracle.Full(start(6), 2, adamw),
-        "demo": lambda: oracle.Demo(start(6), 2, sgd, sign=False, shards=2, coding=coding()),
-        "diloco": lambda: oracle.DiLoCo(start(6), 2, adamw, period=2),
-    }[name]()
+    method = method_of(name, **plain, **({"shards": 2} if plain else {}))
     method.weights = [1.0, 3.0]
     truth = follow(method, 6, 4)
     for rank, (params, loss) in enumerate(run_ranks(run)):
@@ -696,25 +572,13 @@ def test_clip_mean_or_own_gradient(run_ranks, name):
     """Clipping uses the gradient that the preset exchanges. full: the mean is clipped; the others
     clip each replica's gradient, over all its shards.
     """
-    config = {
-        "full": preset("full"),
-        "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32"),
-        "diloco": preset("diloco", momentum_warmup=0, period=2),
-    }[name]
-    config = config.changed({"clip": 3.0, "inner_optimizers": ["as_is"]})
-
-    def run(me):
-        return probe.train(me, config, sgd, 4, seed=6)["params"]
-
-    method = {
-        "full": lambda: oracle.Full(start(6), 2, sgd, clip=3.0),
-        "demo": lambda: oracle.Demo(start(6), 2, sgd, shards=2, coding=coding(), clip=3.0),
-        "diloco": lambda: oracle.DiLoCo(start(6), 2, sgd, period=2, clip=3.0),
-    }[name]()
+    config = CONFIGS[name].changed({"clip": 3.0, "inner_optimizers": ["as_is"]})
+    method = method_of(name, sgd, clip=3.0, **({"shards": 2} if name == "demo" else {}))
     truth = follow(method, 6, 4)
     assert difference(truth[-1][0], start(6)) > 1e-4
-    for rank, params in enumerate(run_ranks(run)):
-        assert worst_of(params, rank // 2, truth, getattr(method, "smallest", None)) < 1e-6
+    results = run_ranks(lambda me: probe.train(me, config, sgd, 4, seed=6)["params"])
+    for rank, params in enumerate(results):
+        assert off(params, rank // 2, truth, method) < 1e-6
 
 
 # -- more than one schedule, delays --------------------------------------------------------------
@@ -725,52 +589,32 @@ def test_delay_gradient_in_order(run_ranks):
     2 without delay; flush brings the rest; digests may be asked for in flight.
     """
     config = preset("full").changed({"schedule.delay": 2})
-
-    def run(me):
-        out = probe.train(me, config, sgd, 8, finish=True)
-        return out["params"], out["equal"], out["final"], out["final_equal"]
-
     truth = follow(oracle.Full(start(0), 2, sgd), 0, 8)
-    for params, equal, final, final_equal in run_ranks(run):
+    for out in run_ranks(lambda me: probe.train(me, config, sgd, 8, finish=True)):
+        params = out["params"]
         assert difference(start(0), params[1]) == 0
         assert all(difference(truth[t - 2][0], params[t]) < 1e-5 for t in range(2, 8))
-        assert difference(truth[7][0], final) < 1e-5
-        assert all(equal) and final_equal
+        assert difference(truth[7][0], out["final"]) < 1e-5
+        assert all(out["equal"]) and out["final_equal"]
 
 
-def test_delay_delta_replicas_equal(run_ranks):
+@in_ranks(procs=1)
+def test_delay_delta_replicas_equal(me):
     """A delta may be delayed. delay 1 on the outer step: replicas are equal after it was applied,
     and finish() leaves them equal.
     """
-    config = preset("diloco", momentum_warmup=0, period=3, clip=None).changed({"schedule.delay": 1})
-
-    def run(me):
-        out = probe.train(me, config, adamw, 7, finish=True)
-        return out["equal"], out["final_equal"]
-
-    for equal, final in run_ranks(run, procs=1):
-        assert equal == [False, False, False, True, False, False, True] and final
+    config = diloco(period=3, **{"schedule.delay": 1})
+    out = probe.train(me, config, adamw, 7, finish=True)
+    assert out["equal"] == [False, False, False, True, False, False, True] and out["final_equal"]
 
 
 def test_period_gradient_accumulates(run_ranks):
     """A gradient channel with a period accumulates. Every third step the base optimizer steps with
     what gathered; in between it does nothing.
     """
-    config = preset(
-        "demo",
-        **probe.PLAIN_EMBEDDINGS,
-        sign=False,
-        value_dtype="fp32",
-        topk=4096,
-        beta=1.0,
-        clip=None,
-    ).changed({"schedule.sync_every": 3})
-
-    def run(me):
-        return probe.train(me, config, sgd, 6)["params"]
-
+    config = demo(sign=False, topk=4096, beta=1.0, **{"schedule.sync_every": 3})
     truth = follow(oracle.Full(start(0), 2, sgd), 0, 6)
-    for params in run_ranks(run, procs=1):
+    for params in run_ranks(lambda me: probe.train(me, config, sgd, 6)["params"], procs=1):
         for t in range(6):
             done = (t + 1) // 3 * 3
             assert difference(truth[done - 1][0] if done else start(0), params[t]) < 1e-5
@@ -785,10 +629,7 @@ def test_channels_due_together(run_ranks):
     and two sparse delta channels with different clocks, also at finish().
     """
     full, sparse = (
-        preset("full").channels[0],
-        preset(
-            "decoupled_momentum", transform=True, period=2, topk=4096, value_dtype="fp32"
-        ).channels[0],
+        c.channels[0] for c in (preset("full"), decoupled(topk=4096, value_dtype="fp32"))
     )
     gradient = replace(full, name="gradient", include=("aligned*", "bias"))
     delta = replace(sparse, name="delta", exclude=("aligned*", "bias"))
@@ -798,14 +639,12 @@ def test_channels_due_together(run_ranks):
     def run(me):
         first = probe.train(me, two_channels(delta, gradient), sgd, 5, finish=True)
         os.environ["ISLAND_RUN"] += "+"
-        second = probe.train(me, two_channels(odd, rest), sgd, 5, finish=True)
-        return first["final"], first["final_equal"], second["final"], second["final_equal"]
+        return first, probe.train(me, two_channels(odd, rest), sgd, 5, finish=True)
 
     truth = follow(oracle.Full(start(0), 2, sgd), 0, 5)[-1][0]
-    for first, first_equal, second, second_equal in run_ranks(run):
-        assert first_equal and second_equal
-        assert difference(truth, first) < 2e-5
-        assert difference(truth, second) < 2e-5
+    for rank in run_ranks(run):
+        for out in rank:
+            assert out["final_equal"] and difference(truth, out["final"]) < 2e-5
 
 
 # -- start, end, resume --------------------------------------------------------------------------
@@ -836,11 +675,8 @@ def test_start_parameters_of_island_0(run_ranks, procs):
         exchange = fsdp_demo.attach(
             sgd([p for p in model.parameters() if p.requires_grad]), "full", model=model
         )
-        same_everywhere = exchange.digests_equal()
-        return same_everywhere, {
-            **probe.whole(model),
-            **{n: b.clone() for n, b in model.named_buffers()},
-        }
+        buffers = {n: b.clone() for n, b in model.named_buffers()}
+        return exchange.digests_equal(), {**probe.whole(model), **buffers}
 
     model = Buffered(0)
     truth = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -852,14 +688,11 @@ def test_finish_makes_replicas_equal(run_ranks):
     """`finish` makes replicas equal. Consensus: a last exchange for the steps since the one before.
     No consensus: the mean, and the drift is told.
     """
-    diloco = preset("diloco", momentum_warmup=0, period=4, clip=None)
-    released = preset("decoupled_momentum", transform=True, rule="released", period=2, clip=None)
 
     def run(me):
-        first = probe.train(me, diloco, adamw, 6, finish=True)
+        first = probe.train(me, diloco(period=4), adamw, 6, finish=True)
         os.environ["ISLAND_RUN"] += "+"
-        second = probe.train(me, released, adamw, 6, finish=True)
-        return first, second
+        return first, probe.train(me, RELEASED, adamw, 6, finish=True)
 
     results = run_ranks(run, 2, 1)
     method = oracle.DiLoCo(start(0), 2, adamw, period=4)
@@ -867,10 +700,8 @@ def test_finish_makes_replicas_equal(run_ranks):
     method.finish()
     for first, _ in results:
         assert first["final_equal"] is True and first["drift"] is None
-        assert (
-            difference({n: p.detach().float() for n, p in method.theta[0].items()}, first["final"])
-            < 1e-5
-        )
+        ended = {n: p.detach().float() for n, p in method.theta[0].items()}
+        assert difference(ended, first["final"]) < 1e-5
     (_, a), (_, b) = results
     assert same(a["final"], b["final"]) and not same(a["params"][-1], b["params"][-1])
     mean = {n: (a["params"][-1][n] + b["params"][-1][n]) / 2 for n in a["final"]}
@@ -880,221 +711,151 @@ def test_finish_makes_replicas_equal(run_ranks):
 
 def test_outer_parameters_show_anchor(run_ranks):
     """`outer_parameters` shows the anchor in the model and puts the own parameters back."""
-    diloco = preset("diloco", momentum_warmup=0, period=2, clip=None)
-    released = preset("decoupled_momentum", transform=True, rule="released", period=2, clip=None)
-
-    def run(me, config):
-        model = probe.Probe()
-        probe.shard(model, me.mesh())
-        optimizer = adamw(model.parameters())
-        exchange = fsdp_demo.attach(optimizer, config, model=model)
-        for t in range(3):
-            probe.backward(model, me, t, 0, True)
-            optimizer.step()
-            optimizer.zero_grad()
-            if t == 1:
-                anchor = probe.whole(model)
-        local, g = probe.whole(model), probe.gradient(0, 9, 0, 0)
-        with torch.no_grad():
-            before = float(model(g))
-            with exchange.outer_parameters(model):
-                shown, inside = probe.whole(model), float(model(g))
-            after = float(model(g))
-        return (
-            anchor,
-            local,
-            shown,
-            (before, inside, after),
-            same(local, probe.whole(model)),
-            exchange.step,
-        )
 
     def loss(params, g):
         return sum(float((params[n] * v).sum(dtype=torch.float64)) for n, v in g.items())
 
-    g = probe.gradient(0, 9, 0, 0)
-    for anchor, local, shown, losses, restored, step in run_ranks(lambda me: run(me, diloco)):
-        assert same(shown, anchor) and not same(local, anchor) and restored and step == 3
-        assert losses == pytest.approx((loss(local, g), loss(anchor, g), loss(local, g)), abs=1e-2)
-    results = run_ranks(lambda me: run(me, released))
+    def run(me, config):
+        job = probe.Job(me, config, adamw)
+        job.steps(2)
+        anchor = job.whole()
+        job.step(2)
+        model, local, g = job.model, job.whole(), probe.gradient(0, 9, 0, 0)
+        with torch.no_grad():
+            losses = [float(model(g))]
+            with job.exchange.outer_parameters(model):
+                shown = job.whole()
+                losses.append(float(model(g)))
+            losses.append(float(model(g)))
+        assert same(local, job.whole()) and job.exchange.step == 3
+        expected = [loss(local, g), loss(shown, g), loss(local, g)]
+        assert losses == pytest.approx(expected, abs=1e-2)
+        return anchor, local, shown
+
+    for anchor, local, shown in run_ranks(lambda me: run(me, CONFIGS["diloco"])):
+        assert same(shown, anchor) and not same(local, anchor)
+    results = run_ranks(lambda me: run(me, RELEASED))
     mean = {n: (results[0][1][n] + results[2][1][n]) / 2 for n in results[0][1]}
-    assert all(
-        difference(mean, shown) < 1e-6 and restored for _, _, shown, _, restored, _ in results
-    )
+    assert all(difference(mean, shown) < 1e-6 for _, _, shown in results)
 
 
 RESUMED = {
     "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, clip=None),
     "random": preset("random", clip=None),
     "diloco": preset("diloco", period=3, clip=None, momentum_warmup=3, **{"schedule.delay": 1}),
-    "diloco-queue": preset(
-        "diloco", momentum_warmup=0, period=2, clip=None, **{"schedule.delay": 5}
-    ),
+    "diloco-queue": preset("diloco", momentum_warmup=0, period=2, clip=None,
+        **{"schedule.delay": 5}),
     "decoupled_momentum": preset("decoupled_momentum", transform=True, period=3, clip=None),
-    "released": preset(
-        "decoupled_momentum", transform=True, period=2, rule="released", average_every=2, clip=None
-    ),
-    "streaming_diloco": preset(
-        "streaming_diloco", momentum_warmup=0, period=3, clip=None, delay=2, layers=0
-    ),
+    "released": preset("decoupled_momentum", transform=True, period=2, rule="released",
+        average_every=2, clip=None),
+    "streaming_diloco": preset("streaming_diloco", momentum_warmup=0, period=3, clip=None, delay=2,
+        layers=0),
     "local_sgd-queue": preset("local_sgd", period=2, clip=None, **{"schedule.delay": 5}),
     "desloc": preset("desloc", embeddings=True, period=2, clip=None),
     "sparse_loco": preset("sparse_loco", period=3, clip=None),
-    "sign_loco": preset(
-        "sign_loco", beta=0.6, period=3, momentum_warmup=2, clip=None, **{"schedule.delay": 1}
-    ),
+    "sign_loco": preset("sign_loco", beta=0.6, period=3, momentum_warmup=2, clip=None,
+        **{"schedule.delay": 1}),
     # the second phase begins at the step of the save, before the last message of the first lands
-    "sign_loco-switch": preset(
-        "sign_loco", period=3, momentum_warmup=2, clip=None, switch=6, **{"schedule.delay": 1}
-    ),
+    "sign_loco-switch": preset("sign_loco", period=3, momentum_warmup=2, clip=None, switch=6,
+        **{"schedule.delay": 1}),
     # in the middle of the second phase, with what is kept
     "sign_loco-late": preset("sign_loco", period=2, clip=None, switch=3, late_topk=20),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_resume_equals_uninterrupted_run(run_ranks, name):
+@in_ranks()
+def test_resume_equals_uninterrupted_run(me, name):
     """A resumed run is the run that was not interrupted. Bit for bit, in the middle of a period,
     with payloads in flight.
     """
-    config = RESUMED[name]
-    inner = sgd if name in ("demo", "random") else adamw
+    config, inner = RESUMED[name], sgd if name in ("demo", "random") else adamw
+    job = probe.Job(me, config, inner)
+    job.steps(6)
+    state, moments = copy.deepcopy((job.exchange.state_dict(), job.optimizer.state_dict()))
+    weights = [p.to_local().detach().clone() for p in job.model.parameters()]
+    job.steps(6, 11)
+    job.exchange.detach()
 
-    def run(me):
-        def go(model, optimizer, exchange, steps):
-            for t in steps:
-                probe.backward(model, me, t, 0, True)
-                optimizer.step()
-                optimizer.zero_grad()
-
-        def make():
-            model = probe.Probe()
-            probe.shard(model, me.mesh())
-            return model, inner(model.parameters())
-
-        model, optimizer = make()
-        exchange = fsdp_demo.attach(optimizer, config, model=model)
-        go(model, optimizer, exchange, range(6))
-        saved = copy.deepcopy((exchange.state_dict(), optimizer.state_dict()))
-        weights = [p.to_local().detach().clone() for p in model.parameters()]
-        go(model, optimizer, exchange, range(6, 11))
-        exchange.detach()
-
-        os.environ["ISLAND_RUN"] += "+"
-        again, optimizer = make()
+    def loaded(params):
+        params = list(params)
         with torch.no_grad():
-            for p, w in zip(again.parameters(), weights, strict=True):
+            for p, w in zip(params, weights, strict=True):
                 p.to_local().copy_(w)
-        optimizer.load_state_dict(saved[1])
-        exchange = fsdp_demo.attach(optimizer, config, model=again, state=saved[0])
-        assert exchange.step == 6
-        go(again, optimizer, exchange, range(6, 11))
-        return same(probe.whole(model), probe.whole(again))
+        optimizer = inner(params)
+        optimizer.load_state_dict(moments)
+        return optimizer
 
-    assert run_ranks(run) == [True] * 4
+    os.environ["ISLAND_RUN"] += "+"
+    again = probe.Job(me, config, loaded, state=state)
+    assert again.exchange.step == 6
+    again.steps(6, 11)
+    assert same(job.whole(), again.whole())
 
 
-def test_wire_peer_at_other_step_refused(run_ranks):
+@in_ranks(procs=1)
+def test_wire_peer_at_other_step_refused(me):
     """A message of a peer at another step is refused."""
-
-    def run(me):
-        model = probe.Probe(0, ALIGNED)
-        optimizer = sgd(model.parameters())
-        exchange = fsdp_demo.attach(optimizer, "full", model=model)
-        exchange.step += me.island
-        probe.backward(model, me, 0, 0, False, ALIGNED)
-        before = probe.whole(model)
-        with pytest.raises(WireError, match="step"):
-            optimizer.step()
-        # who ends first must not be lost to the other before that one has read the message
-        (me.folder / f"refused{me.island}").touch()
-        while len(list(me.folder.glob("refused*"))) < me.islands:
-            time.sleep(0.02)
-        return same(before, probe.whole(model))
-
-    assert run_ranks(run, procs=1) == [True, True]
+    job = probe.Job(me, "full", sgd, names=ALIGNED)
+    job.exchange.step += me.island
+    before = job.whole()
+    with pytest.raises(WireError, match="step"):
+        job.step(0)
+    # who ends first must not be lost to the other before that one has read the message
+    (me.folder / f"refused{me.island}").touch()
+    while len(list(me.folder.glob("refused*"))) < me.islands:
+        time.sleep(0.02)
+    assert same(before, job.whole())
 
 
-def test_attach_other_config_refused(run_ranks):
+@in_ranks(procs=1)
+def test_attach_other_config_refused(me):
     """Another configuration is refused, and the error holds both values."""
-
-    def run(me):
-        model = probe.Probe(0, ALIGNED)
-        with pytest.raises(ValueError, match="(?s)topk.*16|topk.*8"):
-            fsdp_demo.attach(sgd(model.parameters()), "demo", model=model, topk=8 * (1 + me.island))
-        return True
-
-    assert run_ranks(run, procs=1) == [True, True]
+    with pytest.raises(ValueError, match="(?s)topk.*16|topk.*8"):
+        probe.Job(me, "demo", sgd, names=ALIGNED, topk=8 * (1 + me.island))
 
 
-def test_codec_config_changes_result(run_ranks):
+@in_ranks(procs=1)
+def test_codec_config_changes_result(me):
     """The codec of the configuration is the one that is used. bf16 and int8 values with a
     transform: close to the fp32 run, not equal to it.
     """
-
-    def run(me):
-        out = []
-        for code in ("fp32", "bf16", "int8"):
-            os.environ["ISLAND_RUN"] += "+"
-            config = preset(
-                "decoupled_momentum",
-                transform=True,
-                period=2,
-                value_dtype=code,
-                clip=None,
-                inner_optimizers="as_is",
-            )
-            assert config.channels[0].codec == Codec("dct", "topk", 32, code)
-            out.append(probe.train(me, config, sgd, 8, seed=4)["params"][-1])
-        return out
-
-    for exact, half, byte in run_ranks(run, procs=1):
-        moved = difference(start(4), exact)
-        assert 0 < difference(exact, half) < 0.05 * moved
-        assert 0 < difference(exact, byte) < 0.1 * moved
+    out = []
+    for code in ("fp32", "bf16", "int8"):
+        os.environ["ISLAND_RUN"] += "+"
+        config = decoupled(value_dtype=code, inner_optimizers="as_is")
+        assert config.channels[0].codec == Codec("dct", "topk", 32, code)
+        out.append(probe.train(me, config, sgd, 8, seed=4)["params"][-1])
+    exact, half, byte = out
+    moved = difference(start(4), exact)
+    assert 0 < difference(exact, half) < 0.05 * moved
+    assert 0 < difference(exact, byte) < 0.1 * moved
 
 
-def test_process_exit_after_any_end(run_ranks):
+@in_ranks(procs=1)
+def test_process_exit_after_any_end(me):
     """Process groups end cleanly. finish, detach, and neither: every process exits with status 0
     (run_ranks checks it).
     """
-
-    def run(me):
-        model = probe.Probe(0, ALIGNED)
-        optimizer = sgd(model.parameters())
-        exchange = fsdp_demo.attach(optimizer, "full", model=model)
-        probe.backward(model, me, 0, 0, False, ALIGNED)
-        optimizer.step()
-        exchange.finish()
-        exchange.finish()
-        exchange.detach()
-        return dist.is_initialized()
-
-    assert run_ranks(run, procs=1) == [False, False]
+    job = probe.Job(me, "full", sgd, names=ALIGNED)
+    job.step(0)
+    job.exchange.finish()
+    job.exchange.finish()
+    job.exchange.detach()
+    assert not dist.is_initialized()
 
 
-def test_bf16_anchor_keeps_small_steps(run_ranks):
+@in_ranks(procs=1)
+def test_bf16_anchor_keeps_small_steps():
     """bf16 parameters keep what rounding takes. Ten outer steps of a tenth of 2^-6 each, every one
     too small for bf16 at 1.0: the fp32 anchor adds them up to 2^-6.
     """
-    config = preset(
-        "diloco",
-        momentum_warmup=0,
-        period=1,
-        lr=0.1,
-        momentum=0.0,
-        clip=None,
-        inner_optimizers="as_is",
-    )
-
-    def run():
-        weight = nn.Parameter(torch.ones(70, 3, dtype=torch.bfloat16))
-        optimizer = torch.optim.SGD([weight], lr=1.0)
-        exchange = fsdp_demo.attach(optimizer, config)
-        for _ in range(10):
-            weight.grad = torch.full_like(weight, 2**-6)
-            optimizer.step()
-        exchange.finish()
-        return weight.detach().float().unique().tolist()
-
-    assert run_ranks(run, procs=1) == [[1 - 2**-6]] * 2
+    config = diloco(period=1, lr=0.1, momentum=0.0, inner_optimizers="as_is")
+    weight = nn.Parameter(torch.ones(70, 3, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    exchange = fsdp_demo.attach(optimizer, config)
+    for _ in range(10):
+        weight.grad = torch.full_like(weight, 2**-6)
+        optimizer.step()
+    exchange.finish()
+    assert weight.detach().float().unique().tolist() == [1 - 2**-6]

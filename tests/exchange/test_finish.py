@@ -23,25 +23,22 @@ from ..channels.test_presets_oracle import CASES, Case, coded, coding, followed,
 from ..oracles import presets as oracle
 from ..support import layered, threaded
 from ..support.ends import trained
+from ..support.heard import heard
+from ..support.inside import in_ranks
 
 STEPS = 18  # of a period of 4: two steps after an exchange
 LOCO = coded("sparse_loco", period=4, value_dtype="fp32", lr=0.65, **{"applier.dense_lr": 0.8})
 ENDS = {
     "diloco": CASES["diloco"],
     "diloco-warmup": CASES["diloco-warmup"],
-    "consensus": Case(
-        coded("decoupled_momentum", period=4, value_dtype="fp32", lr=0.5),
-        oracle.DecoupledMomentum,
-        sgd,
-        {"period": 4, "lr": 0.5, "dense_lr": 0.5, "coding": coding(transform=False)},
-        seed=4,
-    ),
-    "sparse_loco": Case(
-        LOCO, oracle.SparseLoCo, sgd, {"period": 4, "lr": 0.65, "dense_lr": 0.8, "code": "fp32"}
-    ),
+    "consensus": Case(coded("decoupled_momentum", period=4, value_dtype="fp32", lr=0.5),
+        oracle.DecoupledMomentum, sgd,
+        {"period": 4, "lr": 0.5, "dense_lr": 0.5, "coding": coding(transform=False)}, seed=4),
+    "sparse_loco": Case(LOCO, oracle.SparseLoCo, sgd,
+        {"period": 4, "lr": 0.65, "dense_lr": 0.8, "code": "fp32"}),
     "streaming": DELAYED["streaming-5"],
     "streaming-mixed-queue": DELAYED["streaming-8"],
-}
+}  # fmt: skip
 
 
 def ended(case: Case, steps: int) -> Any:
@@ -121,19 +118,14 @@ def test_finish_inside_round_keeps_momentum(monkeypatch) -> None:
     assert before.any() and torch.equal(exchange.channels[0].momentum, before)
 
 
-@pytest.mark.parametrize(
-    ("slots", "equal", "says"),
-    [
-        ((0, 1, 2), True, "for the link; islands agree, bit for bit"),
-        ((0, 2), True, "3 islands began, 2 at the end: islands 0, 2; these agree, bit for bit"),
-        ((0, 2), False, "3 islands began, 2 at the end: islands 0, 2; these differ"),
-        ((0, 2), None, "2 at the end: islands 0, 2; these hold their mean, this one was off it"),
-        ((0,), True, "3 islands began, 1 at the end: island 0; there is no other to agree with"),
-    ],
-)
-def test_finish_log_names_islands(
-    slots: tuple[int, ...], equal: bool | None, says: str, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(("slots", "equal", "says"), [
+    ((0, 1, 2), True, "for the link; islands agree, bit for bit"),
+    ((0, 2), True, "3 islands began, 2 at the end: islands 0, 2; these agree, bit for bit"),
+    ((0, 2), False, "3 islands began, 2 at the end: islands 0, 2; these differ"),
+    ((0, 2), None, "2 at the end: islands 0, 2; these hold their mean, this one was off it"),
+    ((0,), True, "3 islands began, 1 at the end: island 0; there is no other to agree with"),
+])  # fmt: skip
+def test_finish_log_names_islands(slots: tuple[int, ...], equal: bool | None, says, caplog) -> None:
     """The last line of the log names the islands that took part at the end, and whether
     they agree.
     """
@@ -194,10 +186,7 @@ def test_finish_forgotten_silent_otherwise(run_ranks: Any) -> None:
             exchange._queue.broken = True
 
     def run() -> dict[str, int]:
-        seen: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("fsdp_demo").addHandler(handler)
+        seen = heard(logging.INFO)
         found = {}
         for way in ("", "finish", "finish-open", "detach", "stopped", "broken", "error", "fresh"):
 
@@ -229,25 +218,22 @@ def test_finish_forgotten_silent_alone(caplog: pytest.LogCaptureFixture, monkeyp
     assert exchange.closed and "finish()" not in caplog.text
 
 
-def test_finish_keeps_history_and_participants(run_ranks: Any) -> None:
+@in_ranks(2, 1)
+def test_finish_keeps_history_and_participants(me: Any) -> None:
     """A checkpoint that is saved behind `finish()` says which islands took part, as one before it
     does: a resume knows by that which of them is behind.
     """
-
-    def run(me: Any) -> Any:
-        model = torch.nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        exchange = fsdp_demo.attach(
-            optimizer,
-            preset("local_sgd", period=1, inner_optimizers="as_is"),
-            model=model,
-        )
-        for _ in range(3):
-            model(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
-        before = exchange.history, exchange.applied_by
-        exchange.finish()
-        return before, (exchange.history, exchange.applied_by)
-
-    for before, after in run_ranks(run, 2, 1):
-        assert before == after and after[0] and after[1] == [0, 1]
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exchange = fsdp_demo.attach(
+        optimizer,
+        preset("local_sgd", period=1, inner_optimizers="as_is"),
+        model=model,
+    )
+    for _ in range(3):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    before = exchange.history, exchange.applied_by
+    exchange.finish()
+    after = (exchange.history, exchange.applied_by)
+    assert before == after and after[0] and after[1] == [0, 1]

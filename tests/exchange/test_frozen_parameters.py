@@ -4,7 +4,6 @@ frozen parameters that move are noticed.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch import nn
 import fsdp_demo
 
 from ..support import threaded
+from ..support.heard import heard
 from ..support.threaded import values
 
 MOVED = "frozen parameters were moved since attach"
@@ -36,9 +36,7 @@ class Net(nn.Module):
             self.queue.copy_(rows[0])
 
 
-def trained(
-    island: int, topology: Any, preset: str, moves: bool, everything: bool, steps: int, **more: Any
-) -> dict[str, torch.Tensor]:
+def trained(island, topology, preset, moves, everything, steps, **more) -> dict[str, torch.Tensor]:
     """The model after some steps and finish(). moves: the teacher follows. everything: the
     optimizer holds frozen parameters, too.
     """
@@ -64,10 +62,7 @@ def both(run_ranks: Any) -> Any:
 
     def run(*words: Any, **more: Any) -> tuple[Any, Any, list[str]]:
         def ranks(me: Any) -> Any:
-            lines: list[str] = []
-            handler = logging.Handler(logging.WARNING)
-            handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-            logging.getLogger("fsdp_demo").addHandler(handler)
+            lines = heard()
             made = threaded.islands(lambda i, topology: trained(i, topology, *words, **more))
             return *values(made), lines
 

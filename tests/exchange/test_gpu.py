@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_demo
-from fsdp_demo import ExchangeConfig, Topology, preset
+from fsdp_demo import Topology, preset
 
 from ..support import threaded
 from ..support.threaded import islands, values
@@ -34,10 +34,8 @@ CASES = {
     "demo plain": preset("demo", transform=False, topk=128),
     "random": preset("random"),
     "stride": preset("stride"),
-    **{
-        f"diloco {code}": preset("diloco", period=2, value_dtype=code, **OWN)
-        for code in ("fp32", "bf16", "int8", "int4", "2bit", "1bit")
-    },
+    **{f"diloco {code}": preset("diloco", period=2, value_dtype=code, **OWN) for code in ("fp32",
+        "bf16", "int8", "int4", "2bit", "1bit")},
     "diloco late": preset("diloco", period=2, **OWN, **{"schedule.delay": 1, "applier.mix": 0.5}),
     "streaming_diloco": preset("streaming_diloco", period=6, delay=2, layers=1, **OWN),
     "decoupled_momentum": preset("decoupled_momentum", period=2, **OWN),
@@ -45,12 +43,10 @@ CASES = {
     "sign_loco": preset("sign_loco", period=2, momentum_warmup=1, **OWN),
     "desloc": preset("desloc", period=2),
     "muloco": preset("muloco", period=2),
-}
+}  # fmt: skip
 
 
-def train(
-    config: ExchangeConfig, device: str, steps: int = 12, dtype: torch.dtype = torch.float32
-) -> Callable[[int, Topology], Any]:
+def train(config, device, steps=12, dtype=torch.float32) -> Callable[[int, Topology], Any]:
     """Two islands on gradients of noise; what each ends with, on the CPU."""
 
     def draw(shape: tuple[int, ...], seed: int) -> torch.Tensor:

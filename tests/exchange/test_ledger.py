@@ -14,18 +14,13 @@ import fsdp_demo
 from fsdp_demo.peers.header import HEADER
 
 from ..support import threaded
+from ..support.inside import in_ranks
 
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("demo", {}),
-    ("full", {}),
-    ("full", {"value_dtype": "bf16"}),
-    ("random", {}),
-    ("diloco", {"period": 2}),
-    ("local_adam", {"period": 2}),
-    ("sparse_loco", {"period": 2}),
-    ("sign_loco", {"period": 2}),
-    ("streaming_diloco", {"period": 2, "layers": 1, "delay": 1}),
-]
+    ("demo", {}), ("full", {}), ("full", {"value_dtype": "bf16"}), ("random", {}),
+    ("diloco", {"period": 2}), ("local_adam", {"period": 2}), ("sparse_loco", {"period": 2}),
+    ("sign_loco", {"period": 2}), ("streaming_diloco", {"period": 2, "layers": 1, "delay": 1}),
+]  # fmt: skip
 
 
 def trained(islands: int, preset: str, changes: dict[str, Any], look: Any, steps: int = 4) -> Any:
@@ -57,9 +52,7 @@ def trained(islands: int, preset: str, changes: dict[str, Any], look: Any, steps
 
 @pytest.mark.parametrize(("preset", "changes"), CASES)
 @pytest.mark.parametrize("islands", [2, 3])
-def test_ledger_rows_hold_all_bytes(
-    run_ranks: Any, preset: str, changes: Any, islands: int
-) -> None:
+def test_ledger_rows_hold_all_bytes(run_ranks, preset: str, changes: Any, islands: int) -> None:
     """The rows of the ledger hold all bytes that a process hands to its group."""
 
     def look(exchange: Any, tap: Any) -> dict[str, Any]:
@@ -150,24 +143,24 @@ def test_kept_energy_of_dense(run_ranks: Any) -> None:
     assert 1.0 > rounded["delta"] > 1 - 2**-15 > coarse["delta"] > 0.9
 
 
-def test_kept_energy_changes_no_bit(run_ranks: Any) -> None:
+@in_ranks(1, 1)
+def test_kept_energy_changes_no_bit() -> None:
     """Watching the kept energy changes no bit of the training."""
 
-    def run() -> Any:
-        def weights(exchange: Any, tap: Any) -> Any:
-            return [p.detach().clone() for p in exchange.host.tensors("parameter")]
+    def weights(exchange: Any, tap: Any) -> Any:
+        return [p.detach().clone() for p in exchange.host.tensors("parameter")]
 
-        watched = trained(2, "demo", {}, weights)
-        plain = fsdp_demo.Exchange.watch_energy
-        fsdp_demo.Exchange.watch_energy = lambda self, on=True: None
-        try:
-            other = trained(2, "demo", {}, weights)
-        finally:
-            fsdp_demo.Exchange.watch_energy = plain
-        return all(
+    watched = trained(2, "demo", {}, weights)
+    plain = fsdp_demo.Exchange.watch_energy
+    fsdp_demo.Exchange.watch_energy = lambda self, on=True: None
+    try:
+        other = trained(2, "demo", {}, weights)
+    finally:
+        fsdp_demo.Exchange.watch_energy = plain
+    assert all(
+        (
             torch.equal(a, b)
             for one, two in zip(watched, other, strict=True)
             for a, b in zip(one, two, strict=True)
         )
-
-    assert run_ranks(run, 1, 1) == [True]
+    )

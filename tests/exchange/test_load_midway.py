@@ -19,6 +19,7 @@ import fsdp_demo
 from fsdp_demo.exchange.first_step import Noted
 
 from ..support import threaded
+from ..support.inside import in_ranks
 from ..support.two_layers import Net
 
 
@@ -55,12 +56,10 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Loop:
 
 LOADS: dict[str, tuple[Callable[[Loop], Any], str]] = {
     "both": (Loop.put_back, "a.weight, a.bias, b.weight ..."),
-    "submodule": (
-        lambda me: me.net.b.load_state_dict({"weight": me.kept[0]["b.weight"]}, strict=False),
-        "b.weight",
-    ),
+    "submodule": (lambda me: me.net.b.load_state_dict({"weight": me.kept[0]["b.weight"]},
+        strict=False), "b.weight"),
     "optimizer": (lambda me: me.optimizer.load_state_dict(me.kept[1]), "exp_avg of a.weight, .*"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", LOADS)
@@ -138,39 +137,36 @@ def test_load_hooks_leave_with_exchange(loop: Loop, end: str) -> None:
     loop.put_back()
 
 
-def test_load_midway_refused_on_all_ranks(run_ranks: Any) -> None:
+@in_ranks()
+def test_load_midway_refused_on_all_ranks(me: Any) -> None:
     """Under FSDP2 all ranks refuse a load that has changed the shard of one."""
+    from torch.distributed.checkpoint import state_dict as dcp
+    from torch.distributed.fsdp import fully_shard
 
-    def run(me: Any) -> None:
-        from torch.distributed.checkpoint import state_dict as dcp
-        from torch.distributed.fsdp import fully_shard
+    net = nn.Linear(4, 4)
+    fully_shard(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    exchange = fsdp_demo.attach(optimizer, "diloco", model=net, period=2)
 
-        net = nn.Linear(4, 4)
-        fully_shard(net)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-        exchange = fsdp_demo.attach(optimizer, "diloco", model=net, period=2)
+    def step() -> None:
+        net(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-        def step() -> None:
-            net(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
+    step()
+    with torch.no_grad():
+        net(torch.ones(2, 4))  # leaves the root unsharded
+    whole = dcp.StateDictOptions(full_state_dict=True)
+    state = dcp.get_model_state_dict(net, options=whole)
+    dcp.set_model_state_dict(net, state, options=whole)
+    step()
+    state = {n: t.clone() for n, t in dcp.get_model_state_dict(net, options=whole).items()}
+    state["weight"][0] += 1.0
+    dcp.set_model_state_dict(net, state, options=whole)
+    words = r"\(weight changed\)" if me.proc == 0 else "those of another rank"
+    with pytest.raises(ValueError, match=words):
         step()
-        with torch.no_grad():
-            net(torch.ones(2, 4))  # leaves the root unsharded
-        whole = dcp.StateDictOptions(full_state_dict=True)
-        state = dcp.get_model_state_dict(net, options=whole)
-        dcp.set_model_state_dict(net, state, options=whole)
-        step()
-        state = {n: t.clone() for n, t in dcp.get_model_state_dict(net, options=whole).items()}
-        state["weight"][0] += 1.0
-        dcp.set_model_state_dict(net, state, options=whole)
-        words = r"\(weight changed\)" if me.proc == 0 else "those of another rank"
-        with pytest.raises(ValueError, match=words):
-            step()
-        exchange.detach()
-
-    run_ranks(run)
+    exchange.detach()
 
 
 def test_noted_sums_all_shards_of_a_name() -> None:

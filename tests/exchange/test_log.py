@@ -73,9 +73,8 @@ def test_log_script_without_logging(capfd) -> None:
         first, *lines = said(capfd)
         assert first.startswith("[island0] WARNING: one replica: ISLAND_COUNT is not set")
         assert lines[0] == "[island0] preset diloco, one replica, nothing is sent, from step 0"
-        assert lines[1] == "    delta every 10 (fp32, mean over replicas)" and all(
-            len(line) < 120 for line in lines
-        )
+        assert lines[1] == "    delta every 10 (fp32, mean over replicas)"
+        assert all(len(line) < 120 for line in lines)
         assert lines[-1] == (
             "[island0] finished at step 20: 2 exchanges, 0 B sent, 0.0 s waiting for the "
             "link; one replica"
@@ -148,22 +147,19 @@ def test_log_finish_bytes_and_agreement(caplog) -> None:
 # -- steps that end inside a round ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("config", "steps", "said"),
-    [
-        (preset("diloco", period=10), 121, ["121 steps", "period 10", "120 or 130"]),
-        (preset("diloco", period=10), 7, ["a round: 10"]),
-        (preset("diloco", period=10, **{"schedule.offset": 3}), 120, ["113 or 123"]),
-        (preset("sparse_loco"), 100, ["90 or 120"]),
-        (preset("diloco", period=10), 120, []),
-        (preset("diloco", period=10, **{"schedule.offset": 3}), 123, []),
-        (preset("local_sgd", period=10), 121, []),  # a mean is a mean
-        # ends by a mean of its own
-        (preset("decoupled_momentum", rule="released", period=10), 121, []),
-        (preset("streaming_diloco", period=10), 121, []),
-        (preset("demo"), 121, []),
-    ],
-)
+@pytest.mark.parametrize(("config", "steps", "said"), [
+    (preset("diloco", period=10), 121, ["121 steps", "period 10", "120 or 130"]),
+    (preset("diloco", period=10), 7, ["a round: 10"]),
+    (preset("diloco", period=10, **{"schedule.offset": 3}), 120, ["113 or 123"]),
+    (preset("sparse_loco"), 100, ["90 or 120"]),
+    (preset("diloco", period=10), 120, []),
+    (preset("diloco", period=10, **{"schedule.offset": 3}), 123, []),
+    (preset("local_sgd", period=10), 121, []),  # a mean is a mean
+    # ends by a mean of its own
+    (preset("decoupled_momentum", rule="released", period=10), 121, []),
+    (preset("streaming_diloco", period=10), 121, []),
+    (preset("demo"), 121, []),
+])  # fmt: skip
 def test_log_end_inside_round(config, steps, said) -> None:
     """A line at attach says that the number of steps ends inside a round."""
     found = odd_ends(config, steps)

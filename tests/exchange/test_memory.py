@@ -1,15 +1,11 @@
-"""What `fsdp_demo.exchange.plan` plans against what an exchange makes, every storage followed;
-and what `recipes/benchmarks/memory.py` prints."""
+"""What `fsdp_demo.exchange.plan` plans against what an exchange makes, every storage followed."""
 
 from __future__ import annotations
 
 import functools
-import json
-import sys
 import time
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,17 +23,16 @@ from fsdp_demo.exchange.plan import Memory, inner_state, local_shape, plan_memor
 from fsdp_demo.hosts.optimizers import materialise
 from fsdp_demo.hosts.torch_params import TorchHost
 from fsdp_demo.peers import collectives
+from fsdp_demo.tools.planner.models import Tensors, load
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
-
-from benchmarks import memory as weighing  # noqa: E402
+from ..support.held import followed, measure, shortened, small, steps_of
+from ..support.tensor_ledger import Ledger
 
 # the test's model is this much smaller than one that 64 MB are small for: so are the chunks, and
 # the bound
 SCALE = 64
 BOUND = 64_000_000
-TENSORS = weighing.small(128, 8, 16384)  # 0.72 M parameters, the largest tensor 262 kB
+TENSORS = small(128, 8, 16384)  # 0.72 M parameters, the largest tensor 262 kB
 ODD = [
     ("embed.weight", (200, 150)),
     ("layers.0.weight", (124, 122)),
@@ -47,7 +42,7 @@ ODD = [
 ]
 
 CASES: dict[str, ExchangeConfig] = {
-    **{name: weighing.shortened(name) for name in presets()},
+    **{name: shortened(name) for name in presets()},
     # a cycle of 4 steps, not of 12
     "desloc": preset("desloc", period=1, states={"exp_avg": 2, "exp_avg_sq": 4}),
     # forms that no preset takes by default
@@ -109,14 +104,14 @@ def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @functools.cache
 def measured(name: str, islands: int) -> Memory:
-    return weighing.measure(CASES[name], TENSORS, islands, weighing.steps_of(CASES[name]))
+    return measure(CASES[name], TENSORS, islands, steps_of(CASES[name]))
 
 
 def most(found: Memory, place: str) -> int:
     return int(sum(getattr(found, f"{place}_{part}") for part in ("state", "flight", "workspace")))
 
 
-def allowed(tensors: weighing.Tensors, scale: int) -> int:
+def allowed(tensors: Tensors, scale: int) -> int:
     return BOUND // scale + 2 * max(4 * prod(shape) for _, shape in tensors)
 
 
@@ -156,7 +151,7 @@ def test_memory_plan_shard_and_delay(name: str, smaller: None) -> None:
     """The planned memory of a shard and of delayed exchanges is what they hold."""
     config = LATE[name]
     local = [(n, local_shape(shape, 4, 0)) for n, shape in TENSORS]
-    found = weighing.measure(config, local, 2, weighing.steps_of(config))
+    found = measure(config, local, 2, steps_of(config))
     compare(config, plan_memory(config, TENSORS, 2, 4, staged=False), found)
 
 
@@ -192,7 +187,7 @@ def test_memory_reduced_vector_held_once(name: str, smaller: None) -> None:
             for s in plan_model(CASES[name], TENSORS, 2)[0].sections
             if s.channel.schedule.due(step)
         )
-        for step in range(weighing.steps_of(CASES[name]))
+        for step in range(steps_of(CASES[name]))
     )
     assert sent <= measured(name, 2).device_workspace <= sent + allowed(TENSORS, SCALE)
 
@@ -215,7 +210,7 @@ def test_memory_plan_edges_and_small_tensors(name: str, smaller: None) -> None:
     config = CASES[name]
     planned, found = (
         plan_memory(config, ODD, 2, staged=False),
-        weighing.measure(config, ODD, 2, weighing.steps_of(config)),
+        measure(config, ODD, 2, steps_of(config)),
     )
     assert (found.device_state, found.host_state) == (planned.device_state, planned.host_state)
 
@@ -224,7 +219,7 @@ def test_memory_plan_two_islands_of_two_ranks(run_ranks: Any) -> None:
     """The planned memory holds with real peers and FSDP2 shards instead of an echo."""
     config, tensors = (
         preset("decoupled_momentum", period=1, **{"applier.momentum": 0.9}),
-        weighing.small(64, 2, 100),
+        small(64, 2, 100),
     )
 
     def run(me: Any) -> tuple[int, int]:
@@ -236,9 +231,9 @@ def test_memory_plan_two_islands_of_two_ranks(run_ranks: Any) -> None:
         fully_shard(model, mesh=me.mesh())
         named = list(model.named_parameters())
         optimizer = fsdp_demo.base_optimizer(config, named)
-        ledger = weighing.Ledger()
+        ledger = Ledger()
         constants()
-        with weighing.followed(ledger):
+        with followed(ledger):
             exchange = fsdp_demo.attach(optimizer, config, model=model)
             for _ in range(2):
                 for _, p in named:
@@ -304,7 +299,7 @@ def test_memory_plan_low_precision() -> None:
 @pytest.mark.parametrize("shards", [1, 8])
 def test_memory_plan_llama_meta_device(shards: int) -> None:
     """`attach` as far as it goes without data: state of the whole model, and of one eighth."""
-    whole = weighing.load("llama-3.2-1b")
+    whole = load("llama-3.2-1b")
     for name in ("demo", "diloco", "decoupled_momentum"):
         named = [
             (n, nn.Parameter(torch.empty(local_shape(shape, shards, 0), device="meta")))
@@ -329,13 +324,21 @@ def test_memory_inner_optimizer_state() -> None:
     assert inner_state(preset("diloco"), tensors, 3, 2) == 8 * last
 
 
-def test_memory_plan_readme_table() -> None:
-    """The planned bytes per parameter, state and payloads under way, are those of the README's
-    table.
+def test_memory_plan_llama_bytes_per_parameter() -> None:
+    """The planned bytes per parameter, state and payloads under way, of every preset on an eighth
+    of a Llama among four islands: on the device, and on the host with `offload_outer_state`.
     """
-    rows = {e.preset: e for e in weighing.entries(weighing.load("llama-3.2-1b"), 4, 8)}
-    device = {n: round(e.here.per_parameter("device_state"), 2) for n, e in rows.items()}
-    host = {n: round(e.host.per_parameter("host_state"), 2) for n, e in rows.items()}
+    llama = load("llama-3.2-1b")
+    device, host = (
+        {
+            name: round(plan_memory(config(name), llama, 4, 8).per_parameter(place), 2)
+            for name in presets()
+        }
+        for config, place in (
+            (preset, "device_state"),
+            (lambda n: replace(preset(n), offload_outer_state=True), "host_state"),
+        )
+    )
     none, outer = (
         dict.fromkeys(("full", "local_sgd", "local_adam", "desloc"), 0.0),
         {"diloco": 8.0, "streaming_diloco": 8.0},
@@ -363,59 +366,3 @@ def test_memory_plan_readme_table() -> None:
         "muloco": 8.0,
         "sign_muloco": 8.0,
     }
-    assert {n: e.inner for n, e in rows.items() if e.inner != "AdamW"} == {
-        **dict.fromkeys(sparse, "SGD"),
-        "muloco": "Muon + AdamW",
-        "sign_muloco": "Muon + AdamW",
-    }
-
-
-# ---- the script --------------------------------------------------------------------------------
-
-
-def script(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["memory.py", *words])
-    weighing.main()
-
-
-def test_memory_benchmark_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The table of the memory benchmark is the plan."""
-    script(
-        monkeypatch,
-        "--model",
-        "tiny",
-        "--islands",
-        "3",
-        "--shards",
-        "2",
-        "--json",
-        str(tmp_path / "out.json"),
-    )
-    text, saved = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
-    assert "3 islands of 2 shards" in text and [e["preset"] for e in saved] == list(presets())
-    tensors = weighing.load("tiny")
-    for e in saved:
-        assert e["here"] == vars(plan_memory(preset(e["preset"]), tensors, 3, 2))
-        assert f"\n{e['preset']} " in text
-    assert max(map(len, text.splitlines())) <= 160
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [(["--model", "nothing"], "is not known"), (["--shards", "0"], "is not allowed")],
-)
-def test_memory_benchmark_bad_input(
-    words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Bad input of the memory benchmark ends in an error of one line."""
-    with pytest.raises(SystemExit) as ended:
-        script(monkeypatch, *words)
-    printed = capsys.readouterr()
-    assert (
-        ended.value.code == 2
-        and printed.out == ""
-        and says in printed.err
-        and printed.err.count("\n") == 1
-    )

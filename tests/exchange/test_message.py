@@ -19,7 +19,7 @@ SEEDED = Codec("none", "random", 4, value_dtype="bf16")
 
 
 def section(
-    name: str, tensors: int, codec: Codec, source: str = "gradient", size: int = 3
+    name, tensors: int, codec: Codec, source: str = "gradient", size: int = 3
 ) -> ChannelCodec:
     """Of a channel over a matrix of two blocks and small tensors."""
     layout = Layout([(64, 128), *[(3,)] * (tensors - 1)], ["plain", *["dense"] * (tensors - 1)])
@@ -32,11 +32,9 @@ def test_message_channels_in_order() -> None:
     sections, then the vectors of the others: whoever reads finds what was written.
     """
     made = [
-        section("a", 3, INDEXED),
-        section("b", 2, SEEDED),
-        section("c", 7, Codec()),
+        section("a", 3, INDEXED), section("b", 2, SEEDED), section("c", 7, Codec()),
         section("d", 1, INDEXED),
-    ]
+    ]  # fmt: skip
     message = MessageLayout(made)
     present = {"a": [True, False, True], "b": [False, False], "c": [True] * 7, "d": [False]}
     bodies = {
@@ -49,10 +47,8 @@ def test_message_channels_in_order() -> None:
         torch.full((n,), float(i)) for i, (n, _) in enumerate([*made[1].spans, *made[2].spans])
     ]
     assert message.vectors == [*made[1].spans, *made[2].spans] and len(message.vectors) == 3
-    assert (
-        message.body_bytes == 2 + made[0].num_bytes + made[3].num_bytes
-        and message.num_bytes == HEADER.size + message.body_bytes
-    )
+    assert message.body_bytes == 2 + made[0].num_bytes + made[3].num_bytes
+    assert message.num_bytes == HEADER.size + message.body_bytes
 
     def part(s: ChannelCodec, r: int) -> ChannelPayload:
         flags = present[s.channel.name] if r == 1 else [False] * s.layout.num_tensors

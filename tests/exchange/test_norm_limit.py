@@ -4,7 +4,6 @@ of it and drops what is left of it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +17,12 @@ from fsdp_demo.exchange.watch import LEAST, LIMIT, MESSAGES, Kept, Norms
 from fsdp_demo.peers.header import FAR, HEADER, NOT_FINITE, Header, norm_code, norm_of
 
 from ..support import probe
+from ..support.heard import heard
+from ..support.inside import in_ranks, in_threads
 from ..support.sealed import seal, unseal
+from ..support.small import Noise, finite
 from ..support.threaded import islands, values
+from ..support.two_layers import sgd
 
 PLAIN = {"clip": None, "inner_optimizers": "as_is"}
 CONFIGS = {
@@ -46,32 +49,7 @@ where only the others' share is taken.
 STEPS, BAD = 18, 12
 
 
-class Island:
-    """Two matrices and a vector; gradients are noise of island and step, and times `scale` where
-    the test says so.
-    """
-
-    def __init__(self, topology: Topology, config: ExchangeConfig):
-        g = torch.Generator().manual_seed(7)
-        self.me = topology.island
-        shapes = (("0.a", (70, 66)), ("1.b", (64, 64)), ("head", (5,)))
-        self.named = [(n, torch.nn.Parameter(torch.randn(s, generator=g))) for n, s in shapes]
-        self.optimizer = torch.optim.SGD(self.named, lr=0.01)
-        self.exchange = fsdp_demo.attach(self.optimizer, config, topology=topology)
-
-    def step(self, scale: float = 1.0) -> None:
-        for k, (_, p) in enumerate(self.named):
-            seed = 1000 * self.exchange.step + 10 * self.me + k
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)) * scale
-        self.optimizer.step()
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [p.detach().clone() for _, p in self.named]
-
-
-def judge(
-    exchange: Any, found: list[tuple[int, list[int]]], told: dict[int, list[int]] | None = None
-) -> None:
+def judge(exchange, found, told: dict[int, list[int]] | None = None) -> None:
     """Note which islands are left out of which message (its number); `told`: leave these out
     instead, whatever their norm.
     """
@@ -93,18 +71,16 @@ def judge(
     norms.note = lambda *args: (note(*args), keeps(*args))
 
 
-def trained(
-    config: ExchangeConfig, count: int, bad: int, told: dict[int, list[int]] | None = None
-) -> list[Any]:
+def trained(config, count, bad, told: dict[int, list[int]] | None = None) -> list[Any]:
     """Of each island its parameters after every step, what was left out, its accumulators, and
     whether all ended equal. `bad`: whose gradients are a million times too large at step BAD;
     -1: nobody's."""
 
     def island(i: int, topology: Topology) -> Any:
-        made, found, history = Island(topology, config), [], []
+        made, found, history = Noise(topology, config), [], []
         judge(made.exchange, found, told)
         for t in range(STEPS):
-            made.step(1e6 if i == bad and t == BAD else 1.0)
+            made.step(scale=1e6 if i == bad and t == BAD else 1.0)
             history.append(made.tensors())
         metrics = made.exchange.metrics()
         kept = [c.accumulator.clone() for c in made.exchange.channels if c.accumulator is not None]
@@ -114,118 +90,91 @@ def trained(
     return values(islands(island, count))
 
 
-@pytest.mark.parametrize("count", [3, 2])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_norm_limit_leaves_out_contribution(
-    run_ranks: Callable[..., Any], name: str, count: int
-) -> None:
+FEWER = ("demo", "diloco", "streaming_diloco")  # elsewhere three islands are enough
+
+
+@pytest.mark.parametrize(("name", "count"), [*((n, 3) for n in CONFIGS), *((n, 2) for n in FEWER)])
+@in_ranks(1, 1)
+def test_norm_limit_leaves_out_contribution(name: str, count: int) -> None:
     """The islands train as without a contribution whose norm is far from the others'."""
-    if count == 2 and name not in ("demo", "diloco", "streaming_diloco"):
-        pytest.skip("three islands are enough")
-
-    def run() -> bool:
-        poisoned = trained(CONFIGS[name], count, count - 1)
-        verdicts = poisoned[0][1]
-        assert all(found == verdicts for _, found, *_ in poisoned)
-        told = {n: who for n, who in verdicts if who}
-        assert told and all(who == [count - 1] for who in told.values()) and len(told) <= 6, told
-        assert all(far == len(told) for _, _, _, far, _, _ in poisoned)
-        reference = trained(CONFIGS[name], count, -1, told)
-        for i, (one, two) in enumerate(zip(poisoned, reference, strict=True)):
-            assert one[4] is not False and all(
-                float(t.abs().max()) < 20 for t in (*one[2], *one[5])
-            )
-            for a, b in (
-                zip(one[0], two[0], strict=True) if i < count - 1 and name not in ROUNDS else ()
-            ):
-                assert all(map(torch.equal, a, b))
-            if name not in ROUNDS:
-                assert all(map(torch.equal, one[0][-1], two[0][-1])) and all(
-                    map(torch.equal, one[2], two[2])
-                )
-        return True
-
-    assert run_ranks(run, 1, 1) == [True]
+    poisoned = trained(CONFIGS[name], count, count - 1)
+    verdicts = poisoned[0][1]
+    assert all(found == verdicts for _, found, *_ in poisoned)
+    told = {n: who for n, who in verdicts if who}
+    assert told and all(who == [count - 1] for who in told.values()) and len(told) <= 6, told
+    assert all(far == len(told) for _, _, _, far, _, _ in poisoned)
+    reference = trained(CONFIGS[name], count, -1, told)
+    for i, (one, two) in enumerate(zip(poisoned, reference, strict=True)):
+        assert one[4] is not False and all(float(t.abs().max()) < 20 for t in (*one[2], *one[5]))
+        for a, b in (
+            zip(one[0], two[0], strict=True) if i < count - 1 and name not in ROUNDS else ()
+        ):
+            assert all(map(torch.equal, a, b))
+        if name not in ROUNDS:
+            assert all(map(torch.equal, one[0][-1], two[0][-1]))
+            assert all(map(torch.equal, one[2], two[2]))
 
 
 @pytest.mark.parametrize("step", [1, BAD])
 @pytest.mark.parametrize("name", ["demo", "decoupled_momentum", "sparse_loco"])
-def test_norm_limit_nan_in_accumulator(run_ranks: Callable[..., Any], name: str, step: int) -> None:
+@in_threads()
+def test_norm_limit_nan_in_accumulator(island: int, topology: Topology, name: str, step: int):
     """A NaN in an accumulator stays on its island. No gradient and no parameter shows it: the norm
     of what is sent does.
     """
-
-    def island(i: int, topology: Topology) -> Any:
-        made = Island(topology, CONFIGS[name])
-        for t in range(STEPS):
-            if i == 1 and t == step:
-                made.exchange.channels[0].accumulator[7] = torch.nan
-            made.step()
-        kept = [c.accumulator.clone() for c in made.exchange.channels]
-        far = made.exchange.metrics()["far"]
-        made.exchange.finish()
-        return [*kept, *made.tensors()], far, made.exchange.digests_equal()
-
-    def run() -> bool:
-        for tensors, far, equal in values(islands(island, 2)):
-            assert all(bool(t.isfinite().all()) for t in tensors) and far == 1
-            assert equal is not False
-        return True
-
-    assert run_ranks(run, 1, 1) == [True]
+    made = Noise(topology, CONFIGS[name])
+    for t in range(STEPS):
+        if island == 1 and t == step:
+            made.exchange.channels[0].accumulator[7] = torch.nan
+        made.step()
+    kept = [c.accumulator.clone() for c in made.exchange.channels]
+    assert made.exchange.metrics()["far"] == 1
+    made.exchange.finish()
+    assert finite([*kept, *made.tensors()])
+    assert made.exchange.digests_equal() is not False
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_norm_limit_healthy_run_unchanged(run_ranks: Callable[..., Any], name: str) -> None:
+@in_ranks(1, 1)
+def test_norm_limit_healthy_run_unchanged(name: str) -> None:
     """In a healthy run the norm limit leaves nothing out and changes no bit."""
-
-    def run() -> bool:
-        plain = trained(CONFIGS[name], 2, -1)
-        without = trained(CONFIGS[name].changed({"norm_limit": None}), 2, -1)
-        for one, two in zip(plain, without, strict=True):
-            assert one[3] == two[3] == 0 and all(map(torch.equal, one[5], two[5]))
-        return True
-
-    assert run_ranks(run, 1, 1) == [True]
+    plain = trained(CONFIGS[name], 2, -1)
+    without = trained(CONFIGS[name].changed({"norm_limit": None}), 2, -1)
+    for one, two in zip(plain, without, strict=True):
+        assert one[3] == two[3] == 0 and all(map(torch.equal, one[5], two[5]))
 
 
-def test_norm_limit_common_change_accepted(run_ranks: Callable[..., Any]) -> None:
+@in_threads(3)
+def test_norm_limit_common_change_accepted(topology: Topology) -> None:
     """Norms of all islands may change together. Gradients of all islands that grow a million times
     at once are what the run is now.
     """
-
-    def island(i: int, topology: Topology) -> int:
-        made = Island(topology, CONFIGS["full"])
-        for t in range(STEPS):
-            made.step(1e6 if t >= BAD else 1.0)
-        made.exchange.detach()
-        return int(made.exchange.metrics()["far"])
-
-    assert run_ranks(lambda: values(islands(island, 3)), 1, 1) == [[0, 0, 0]]
+    made = Noise(topology, CONFIGS["full"])
+    for t in range(STEPS):
+        made.step(scale=1e6 if t >= BAD else 1.0)
+    made.exchange.detach()
+    assert made.exchange.metrics()["far"] == 0
 
 
 @pytest.mark.parametrize("name", ["demo", "diloco"])
-def test_norm_limit_repeated_stops_island(run_ranks: Callable[..., Any], name: str) -> None:
+@in_ranks(1, 1)
+def test_norm_limit_repeated_stops_island(name: str) -> None:
     """An island whose norm stays far from the others' stops with NotFinite."""
 
     def island(i: int, topology: Topology) -> Any:
-        made, steps = Island(topology, CONFIGS[name]), 0
+        made, steps = Noise(topology, CONFIGS[name]), 0
         try:
             for t in range(3 * LIMIT):
-                made.step(1e6 if i == 1 and t >= 2 * LEAST else 1.0)
+                made.step(scale=1e6 if i == 1 and t >= 2 * LEAST else 1.0)
                 steps += 1
         except RuntimeError as error:
             made.exchange.detach()
             return type(error), str(error), steps
         return None, "", steps
 
-    def run() -> bool:
-        (other, _, _), (bad, text, steps) = values(islands(island, timeout=5))
-        assert other is PeerLost and bad is NotFinite and "far from the others'" in text
-        assert steps == 2 * LEAST + LIMIT - 1
-        return True
-
-    assert run_ranks(run, 1, 1) == [True]
+    (other, _, _), (bad, text, steps) = values(islands(island, timeout=5))
+    assert other is PeerLost and bad is NotFinite and "far from the others'" in text
+    assert steps == 2 * LEAST + LIMIT - 1
 
 
 @pytest.mark.parametrize("name", ["demo", "diloco", "local_sgd"])
@@ -233,75 +182,65 @@ def test_norm_limit_whole_island_left_out(run_ranks: Callable[..., Any], name: s
     """2 x 2 FSDP2 ranks; the norm is that of the whole island: one shard that is far leaves out
     both lines.
     """
-    config = CONFIGS[name]
 
     def run(me: Any) -> Any:
-        model = probe.Probe()
-        probe.shard(model, me.mesh())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        exchange = fsdp_demo.attach(optimizer, config, model=model)
+        job = probe.Job(me, CONFIGS[name], sgd)
         for t in range(BAD + 3):
-            probe.backward(model, me, t, 0, True)
+            job.backward(t)
             if me.island == 1 and me.proc == 1 and t == BAD:
-                model.layer.weight.grad.detach().to_local().mul_(1e6)
-            optimizer.step()
-            optimizer.zero_grad()
-        headers = exchange._queue.norms.state()
-        exchange.finish()
-        largest = max(float(p.abs().max()) for p in probe.parts(model).values() if p.numel())
-        return headers, exchange.metrics()["far"], largest < 50, exchange.digests_equal()
+                job.model.layer.weight.grad.detach().to_local().mul_(1e6)
+            job.end_step()
+        headers = job.exchange._queue.norms.state()
+        job.exchange.finish()
+        assert job.exchange.metrics()["far"] == 1 and job.exchange.digests_equal()
+        assert all(float(p.abs().max()) < 50 for p in probe.parts(job.model).values() if p.numel())
+        return headers
 
     outs = run_ranks(run, 2, 2)
-    assert all(out == (outs[0][0], 1, True, True) for out in outs)
+    assert all(out == outs[0] for out in outs)
 
 
-def test_norm_limit_memory_saved(run_ranks: Callable[..., Any]) -> None:
+@in_ranks(1, 1)
+def test_norm_limit_memory_saved() -> None:
     """The remembered norms are saved and taken over. One island resumes, the other starts anew
     beside it: both leave out the same.
     """
 
     def before(i: int, topology: Topology) -> Any:
-        made = Island(topology, CONFIGS["diloco queue"])
+        made = Noise(topology, CONFIGS["diloco queue"])
         for _ in range(BAD):
             made.step()
         state = made.exchange.state_dict()
         made.exchange.detach()
         return made.tensors(), state
 
-    def run() -> bool:
-        saved = values(islands(before))
-        assert saved[0][1]["norms"] == saved[1][1]["norms"] and saved[0][1]["norms"]
+    saved = values(islands(before))
+    assert saved[0][1]["norms"] == saved[1][1]["norms"] and saved[0][1]["norms"]
 
-        def after(i: int, topology: Topology) -> Any:
-            g, named = (
-                torch.Generator(),
-                [
-                    (n, torch.nn.Parameter(t.clone()))
-                    for n, t in zip("abc", saved[0][0], strict=True)
-                ],
-            )
-            optimizer = torch.optim.SGD(named, lr=0.01)
-            state = saved[0][1] if i == 0 else None
-            exchange = fsdp_demo.attach(
-                optimizer, CONFIGS["diloco queue"], topology=topology, state=state
-            )
-            first = exchange._queue.norms.state()
-            for t in range(3):
-                for k, (_, p) in enumerate(named):
-                    p.grad = torch.randn(p.shape, generator=g.manual_seed(100 * t + 10 * i + k)) * (
-                        1e6 if i == 1 and t == 0 else 1.0
-                    )
-                optimizer.step()
-            exchange.flush()
-            far = exchange.metrics()["far"]
-            exchange.detach()
-            return first, far
+    def after(i: int, topology: Topology) -> Any:
+        g, named = (
+            torch.Generator(),
+            [(n, torch.nn.Parameter(t.clone())) for n, t in zip("abc", saved[0][0], strict=True)],
+        )
+        optimizer = torch.optim.SGD(named, lr=0.01)
+        state = saved[0][1] if i == 0 else None
+        exchange = fsdp_demo.attach(
+            optimizer, CONFIGS["diloco queue"], topology=topology, state=state
+        )
+        first = exchange._queue.norms.state()
+        for t in range(3):
+            for k, (_, p) in enumerate(named):
+                p.grad = torch.randn(p.shape, generator=g.manual_seed(100 * t + 10 * i + k)) * (
+                    1e6 if i == 1 and t == 0 else 1.0
+                )
+            optimizer.step()
+        exchange.flush()
+        far = exchange.metrics()["far"]
+        exchange.detach()
+        return first, far
 
-        one, two = values(islands(after))
-        assert one == two and one[0] == saved[0][1]["norms"] and one[1] > 0
-        return True
-
-    assert run_ranks(run, 1, 1) == [True]
+    one, two = values(islands(after))
+    assert one == two and one[0] == saved[0][1]["norms"] and one[1] > 0
 
 
 # ---- the rule, and its byte --------------------------------------------------------------------
@@ -322,22 +261,19 @@ def known(limit: float | None = 100.0, count: int = LEAST) -> Norms:
     return norms
 
 
-@pytest.mark.parametrize(
-    ("norms", "expected"),
-    [
-        ((1.0, 1.0, 1e6), [2]),
-        ((1.0, 1e6), [1]),
-        ((1e6, 1.0, 1e3), [0]),  # the middle one is what is usual now
-        ((1e6, 1e6), []),
-        ((1e6,), []),  # nobody to compare with
-        ((0.0, 1e6), []),  # who has nothing to say is nobody
-        ((1.0, 300.0), [1]),
-        ((1.0, 70.0), []),
-        ((1e-6, 1.0, 1.0), []),  # too small is no harm
-        ((1e-6, 1.0), []),  # nor does it make the others large
-        ((1.0, float("inf")), [1]),
-    ],
-)
+@pytest.mark.parametrize(("norms", "expected"), [
+    ((1.0, 1.0, 1e6), [2]),
+    ((1.0, 1e6), [1]),
+    ((1e6, 1.0, 1e3), [0]),  # the middle one is what is usual now
+    ((1e6, 1e6), []),
+    ((1e6,), []),  # nobody to compare with
+    ((0.0, 1e6), []),  # who has nothing to say is nobody
+    ((1.0, 300.0), [1]),
+    ((1.0, 70.0), []),
+    ((1e-6, 1.0, 1.0), []),  # too small is no harm
+    ((1e-6, 1.0), []),  # nor does it make the others large
+    ((1.0, float("inf")), [1]),
+])  # fmt: skip
 def test_norm_limit_rule(norms: tuple[float, ...], expected: list[int]) -> None:
     """The rule names the replicas whose norm is far from the usual one."""
     assert far(known().judged(["a"], headers(*norms))) == expected
@@ -357,9 +293,8 @@ def test_norm_limit_left_out_not_remembered() -> None:
     assert norms.state()["a"][-1] == [9, [norm_code(4.0)]] and len(norms.state()["a"]) == LEAST + 1
     for step in range(100):
         norms.note(["a"], 100 + step, headers(1.0))
-    assert (
-        len(norms.state()["a"]) == MESSAGES + 1 and norms.state([(["a"], 199)])["a"][-1][0] == 198
-    )
+    assert len(norms.state()["a"]) == MESSAGES + 1
+    assert norms.state([(["a"], 199)])["a"][-1][0] == 198
 
 
 def test_norm_code_of_one_byte() -> None:
@@ -376,13 +311,12 @@ def test_norm_code_of_one_byte() -> None:
         255,
         1,
         255,
-    ] and norm_of(0) == 0.0
+    ]
+    assert norm_of(0) == 0.0
     body = torch.arange(5, dtype=torch.uint8)
     plain, with_norm = (seal(Header(7, 3, flags=NOT_FINITE, norm=n), body) for n in (0, 200))
-    assert (
-        len(with_norm) == HEADER.size + 5 == 61
-        and (plain != with_norm).nonzero().flatten().tolist()[0] == 7
-    )
+    assert len(with_norm) == HEADER.size + 5 == 61
+    assert (plain != with_norm).nonzero().flatten().tolist()[0] == 7
     header, _ = unseal(with_norm, Header(7, 3), "island 1")
     assert (header.flags, header.norm) == (NOT_FINITE, 200)
     header, _ = unseal(seal(Header(7, 3, flags=FAR), body), Header(7, 3), "island 1")
@@ -390,11 +324,8 @@ def test_norm_code_of_one_byte() -> None:
 
 
 OTHER = [
-    {"a": [[1, [0]]]},
-    {"a": [[1, []]]},
-    {"a": [[1, [256]]]},
-    {"a": [["x", [1]]]},
-]
+    {"a": [[1, [0]]]}, {"a": [[1, []]]}, {"a": [[1, [256]]]}, {"a": [["x", [1]]]},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("tree", OTHER)
@@ -424,23 +355,12 @@ def test_norm_limit_setting() -> None:
             preset("diloco", norm_limit=wrong)
 
 
-def test_norm_limit_log_names_island(run_ranks: Callable[..., Any]) -> None:
+@in_ranks(1, 1)
+def test_norm_limit_log_names_island() -> None:
     """The log of every island names the island that was left out."""
-    lines: list[str] = []
-
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    def run() -> list[str]:
-        handler = Kept()
-        logging.getLogger("fsdp_demo").addHandler(handler)
-        trained(CONFIGS["demo"], 2, 1)
-        return [line for line in lines if "left out" in line]
-
-    (said,) = run_ranks(run, 1, 1)
-    assert (
-        said[0].startswith(f"step {BAD + 1}: norm far from the others' (at most")
-        and "on island 1" in said[0]
-    ), said
+    lines = heard()
+    trained(CONFIGS["demo"], 2, 1)
+    said = [line for line in lines if "left out" in line]
+    assert said[0].startswith(f"step {BAD + 1}: norm far from the others' (at most"), said
+    assert "on island 1" in said[0]
     assert said == [said[0]] * 2, "one rank of each island says so"

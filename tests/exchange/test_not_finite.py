@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-import fsdp_demo
 from fsdp_demo import ExchangeConfig, NotFinite, PeerLost, Topology, preset
 from fsdp_demo.exchange.watch import LIMIT
 
 from ..support import probe
+from ..support.inside import in_ranks, in_threads
+from ..support.small import Noise, finite
 from ..support.threaded import islands, values
+from ..support.two_layers import sgd
 
 AS_IS = {"inner_optimizers": "as_is"}
 CONFIGS = {
@@ -43,37 +45,10 @@ CONFIGS = {
 }
 
 
-class Island:
-    """Two matrices and a vector; gradients are noise of island and step, but where the test puts
-    something else.
-    """
-
-    def __init__(self, topology: Topology, config: ExchangeConfig):
-        g = torch.Generator().manual_seed(7)
-        self.me = topology.island
-        self.named = [
-            (n, torch.nn.Parameter(torch.randn(s, generator=g)))
-            for n, s in (("a", (70, 66)), ("b", (64, 64)), ("c", (5,)))
-        ]
-        plain = config.inner_optimizers[0] == "sgd" or config.preset in ("random", "muloco")
-        self.optimizer: Any = (
-            torch.optim.SGD(self.named, lr=0.01)
-            if plain
-            else torch.optim.AdamW(self.named, lr=0.01)
-        )
-        self.exchange = fsdp_demo.attach(self.optimizer, config, topology=topology)
-
-    def step(self, change: Callable[[list[torch.nn.Parameter]], Any] | None = None) -> None:
-        params = [p for _, p in self.named]
-        for k, p in enumerate(params):
-            seed = 1000 * self.exchange.step + 10 * self.me + k
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
-        if change:
-            change(params)
-        self.optimizer.step()
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [p.detach().clone() for _, p in self.named]
+def made_of(topology: Topology, config: ExchangeConfig) -> Noise:
+    """With the inner optimizer that the configuration asks for."""
+    plain = config.inner_optimizers[0] == "sgd" or config.preset in ("random", "muloco")
+    return Noise(topology, config, adamw=not plain)
 
 
 def one_gradient(value: float) -> Callable[[list[torch.nn.Parameter]], None]:
@@ -89,54 +64,34 @@ def one_parameter(params: list[torch.nn.Parameter]) -> None:
         params[1][2, 2] = torch.inf
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_nan_one_gradient_element(run_ranks: Callable[..., Any], name: str) -> None:
+# the inner optimizer of "diloco without clip" holds NaN from then on: see the next test
+@pytest.mark.parametrize("name", [n for n in CONFIGS if n != "diloco without clip"])
+@in_threads()
+def test_nan_one_gradient_element(island: int, topology: Topology, name: str) -> None:
     """One element spoils nothing. NaN in one element of one gradient of island 0, at one step: all
     goes on, everywhere, and replicas end equal.
     """
-
-    def island(i: int, topology: Topology) -> Any:
-        made = Island(topology, CONFIGS[name])
-        for t in range(12):
-            made.step(
-                one_gradient(torch.nan if t == 4 else torch.inf) if i == 0 and t in (4, 5) else None
-            )
-            if t == 6:
-                before = made.tensors()
-        moved = [
-            float((a != b).float().mean()) for a, b in zip(before, made.tensors(), strict=True)
-        ]
-        state = [
-            v
-            for kept in made.optimizer.state.values()
-            for v in kept.values()
-            if isinstance(v, torch.Tensor)
-        ]
-        counted = made.exchange.metrics()["not_finite"]
-        kept = [v for c in made.exchange.channels for v in c.state().workspaces.values()]
-        made.exchange.finish()
-        return made.tensors(), moved, [*state, *kept], counted, made.exchange.digests_equal()
-
-    def run() -> Any:
-        config = CONFIGS[name]
-        watched = config.clip is not None or config.channels[0].before_step
-        for tensors, moved, kept, counted, equal in values(islands(island)):
-            assert all(bool(t.isfinite().all()) for t in tensors)
-            # else the inner optimizer has taken the NaN in, and only the exchange keeps it to
-            # itself
-            if watched:
-                assert all(bool(t.isfinite().all()) for t in kept)
-            assert min(moved) > (0.05 if name == "random" else 0.9)  # no block stands still
-            assert counted > 0 or watched and not config.channels[0].before_step
-            assert equal is not False
-        return True
-
-    if name == "diloco without clip":
-        pytest.skip("its inner optimizer holds NaN from then on: see the next tests")
-    assert run_ranks(run, 1, 1) == [True]
+    config, spoil = CONFIGS[name], {4: torch.nan, 5: torch.inf} if island == 0 else {}
+    made = made_of(topology, config)
+    for t in range(12):
+        made.step(one_gradient(spoil[t]) if t in spoil else None)
+        if t == 6:
+            before = made.tensors()
+    moved = [float((a != b).float().mean()) for a, b in zip(before, made.tensors(), strict=True)]
+    counted = made.exchange.metrics()["not_finite"]
+    kept = [v for c in made.exchange.channels for v in c.state().workspaces.values()]
+    made.exchange.finish()
+    watched = config.clip is not None or config.channels[0].before_step
+    assert finite(made.tensors())
+    # else the inner optimizer has taken the NaN in, and only the exchange keeps it to itself
+    assert not watched or finite([*made.states(), *kept])
+    assert min(moved) > (0.05 if name == "random" else 0.9)  # no block stands still
+    assert counted > 0 or watched and not config.channels[0].before_step
+    assert made.exchange.digests_equal() is not False
 
 
-def test_nan_after_torch_clip(run_ranks: Callable[..., Any]) -> None:
+@in_threads()
+def test_nan_after_torch_clip(island: int, topology: Topology) -> None:
     """A host that clips by itself asks to look for NaN. torch's `clip_grad_norm_` has spread one
     NaN over all gradients: the inner optimizer takes no step on them.
     """
@@ -145,160 +100,100 @@ def test_nan_after_torch_clip(run_ranks: Callable[..., Any]) -> None:
         one_gradient(torch.nan)(params)
         torch.nn.utils.clip_grad_norm_(params, 1.0)
 
-    def island(i: int, topology: Topology) -> Any:
-        made = Island(topology, CONFIGS["diloco without clip"])
-        made.exchange.watch_gradients()
-        for t in range(12):
-            made.step(spread if i == 0 and t == 4 else None)
-        moments = [
-            v
-            for kept in made.optimizer.state.values()
-            for v in kept.values()
-            if isinstance(v, torch.Tensor)
-        ]
-        made.exchange.finish()
-        return [*made.tensors(), *moments], made.exchange.digests_equal()
-
-    def run() -> Any:
-        for tensors, equal in values(islands(island)):
-            assert all(bool(t.isfinite().all()) for t in tensors) and equal is not False
-        return True
-
-    assert run_ranks(run, 1, 1) == [True]
+    made = made_of(topology, CONFIGS["diloco without clip"])
+    made.exchange.watch_gradients()
+    for t in range(12):
+        made.step(spread if island == 0 and t == 4 else None)
+    moments = made.states()
+    made.exchange.finish()
+    assert finite([*made.tensors(), *moments]) and made.exchange.digests_equal() is not False
 
 
 HEALED = [
-    "diloco",
-    "diloco late",
-    "decoupled_momentum",
-    "released",
-    "streaming_diloco",
-    "local_sgd",
+    "diloco", "diloco late", "decoupled_momentum", "released", "streaming_diloco", "local_sgd",
     "local_sgd late",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HEALED)
-def test_nan_parameters_healed_by_others(run_ranks: Callable[..., Any], name: str) -> None:
+@in_threads()
+def test_nan_parameters_healed_by_others(island: int, topology: Topology, name: str) -> None:
     """Parameters that are not finite are replaced by those of the others."""
-    config = CONFIGS[name]
-
-    def island(i: int, topology: Topology) -> Any:
-        made = Island(topology, config)
-        for t in range(12):
-            made.step(one_parameter if i == 1 and t == 4 else None)
-        healed = made.tensors()
-        made.exchange.finish()
-        return healed, made.tensors(), made.exchange.metrics()["not_finite"]
-
-    def run() -> Any:
-        for healed, end, counted in values(islands(island)):
-            assert all(bool(t.isfinite().all()) for t in (*healed, *end)) and counted > 0
-        return True
-
-    assert run_ranks(run, 1, 1) == [True]
+    made = made_of(topology, CONFIGS[name])
+    for t in range(12):
+        made.step(one_parameter if island == 1 and t == 4 else None)
+    assert finite(made.tensors())
+    made.exchange.finish()
+    assert finite(made.tensors()) and made.exchange.metrics()["not_finite"] > 0
 
 
-def test_nan_island_left_out_of_mean(run_ranks: Callable[..., Any]) -> None:
+@in_ranks(1, 1)
+def test_nan_island_left_out_of_mean() -> None:
     """Three islands, one of which brings NaN to the first exchange: the anchor moves by the mean of
     the other two's deltas.
     """
     config = preset("diloco", period=2, momentum=0.0, lr=1.0, clip=None, **AS_IS)
 
     def island(i: int, topology: Topology) -> Any:
-        made = Island(topology, config)
+        made = made_of(topology, config)
         made.step()
         made.step(one_parameter if i == 1 else None)
         return made.tensors()
 
     def alone(i: int) -> list[torch.Tensor]:
-        made = Island(Topology(), preset("full", **{"clip": None}))
-        made.me = i
+        made = made_of(Topology(), preset("full", **{"clip": None}))
+        made.island = i
         for _ in range(2):
             made.step()
         made.exchange.detach()
         return made.tensors()
 
-    def run() -> Any:
-        found, (first, third) = values(islands(island, 3)), (alone(0), alone(2))
-        for tensors in found:
-            for t, a, c in zip(tensors, first, third, strict=True):
-                torch.testing.assert_close(t, (a + c) / 2, rtol=1e-5, atol=1e-6)
-        return True
-
-    assert run_ranks(run, 1, 1) == [True]
+    found, (first, third) = values(islands(island, 3)), (alone(0), alone(2))
+    for tensors in found:
+        for t, a, c in zip(tensors, first, third, strict=True):
+            torch.testing.assert_close(t, (a + c) / 2, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["demo", "diloco"])
-def test_nan_repeated_stops_island(run_ranks: Callable[..., Any], name: str) -> None:
+@in_threads(timeout=5)
+def test_nan_repeated_stops_island(island: int, topology: Topology, name: str) -> None:
     """An island whose values stay not finite stops with an error."""
-
-    def island(i: int, topology: Topology) -> Any:
-        made = Island(topology, CONFIGS[name])
-        steps = 0
-        try:
-            for _ in range(3 * LIMIT):
-                made.step(one_gradient(torch.nan) if i == 0 else None)
-                steps += 1
-        except RuntimeError as error:
-            made.exchange.detach()
-            return type(error), steps, all(bool(t.isfinite().all()) for t in made.tensors())
-        return None, steps, False
-
-    def run() -> Any:
-        (bad, taken, finite), (other, _, whole) = values(islands(island, timeout=5))
-        assert bad is NotFinite and taken == LIMIT - 1 and finite
-        assert other is PeerLost and whole
-        return True
-
-    assert run_ranks(run, 1, 1) == [True]
+    made, steps = made_of(topology, CONFIGS[name]), 0
+    with pytest.raises(PeerLost if island else NotFinite):
+        for _ in range(3 * LIMIT):
+            made.step(None if island else one_gradient(torch.nan))
+            steps += 1
+    made.exchange.detach()
+    assert finite(made.tensors()) and (island or steps == LIMIT - 1)
 
 
-def test_nan_parameters_on_all_islands(run_ranks: Callable[..., Any]) -> None:
+@in_threads()
+def test_nan_parameters_on_all_islands(topology: Topology) -> None:
     """Parameters that are finite on no island end the run with an error."""
-
-    def island(i: int, topology: Topology) -> Any:
-        made = Island(topology, CONFIGS["local_sgd"])
-        with pytest.raises(NotFinite, match="no island"):
-            for t in range(4):
-                made.step(one_parameter if t == 1 else None)
-        made.exchange.detach()
-        return True
-
-    assert run_ranks(lambda: values(islands(island)), 1, 1) == [[True, True]]
+    made = made_of(topology, CONFIGS["local_sgd"])
+    with pytest.raises(NotFinite, match="no island"):
+        for t in range(4):
+            made.step(one_parameter if t == 1 else None)
+    made.exchange.detach()
 
 
-@pytest.mark.parametrize("name", ["demo", "full", "diloco", "decoupled_momentum"])
-@pytest.mark.parametrize("what", ["gradient", "parameter"])
-def test_nan_one_shard_leaves_out_island(
-    run_ranks: Callable[..., Any], name: str, what: str
-) -> None:
+@pytest.mark.parametrize(("what", "name"), [  # gradient presets send no parameters
+    ("gradient", "demo"), ("gradient", "full"), ("gradient", "diloco"), ("parameter", "diloco"),
+    ("gradient", "decoupled_momentum"), ("parameter", "decoupled_momentum"),
+])  # fmt: skip
+@in_ranks()
+def test_nan_one_shard_leaves_out_island(me: Any, what: str, name: str) -> None:
     """2 x 2 FSDP2 ranks; one rank of one island brings NaN: both lines leave the island out."""
-    config = {
-        "demo": preset("demo"),
-        "full": preset("full"),
-        "diloco": preset("diloco", period=2, **AS_IS),
-        "decoupled_momentum": preset("decoupled_momentum", period=2, **AS_IS),
-    }[name]
-    if what == "parameter" and config.channels[0].before_step:
-        pytest.skip("gradient presets send no parameters")
-
-    def run(me: Any) -> Any:
-        model = probe.Probe()
-        probe.shard(model, me.mesh())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        exchange = fsdp_demo.attach(optimizer, config, model=model)
-        for t in range(6):
-            probe.backward(model, me, t, 0, True)
-            if me.island == 1 and me.proc == 1 and t == 3:
-                spoiled = model.layer.weight.grad if what == "gradient" else model.layer.weight
-                spoiled.detach().to_local()[0, 0] = torch.nan
-            optimizer.step()
-            optimizer.zero_grad()
-        exchange.finish()
-        finite = all(bool(p.isfinite().all()) for p in probe.parts(model).values())
-        return finite, exchange.digests_equal(), exchange.metrics()["not_finite"]
-
-    outs = run_ranks(run, 2, 2)
+    config = preset(name, **({} if name in ("demo", "full") else {"period": 2, **AS_IS}))
+    job = probe.Job(me, config, sgd)
+    for t in range(6):
+        job.backward(t)
+        if me.island == 1 and me.proc == 1 and t == 3:
+            weight = job.model.layer.weight
+            spoiled = weight.grad if what == "gradient" else weight
+            spoiled.detach().to_local()[0, 0] = torch.nan
+        job.end_step()
+    job.exchange.finish()
+    assert finite(probe.parts(job.model).values()) and job.exchange.digests_equal()
     expected = 1 if config.channels[0].before_step or what == "parameter" else 0
-    assert outs == [(True, True, expected)] * 4
+    assert job.exchange.metrics()["not_finite"] == expected

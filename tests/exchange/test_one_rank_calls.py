@@ -14,6 +14,8 @@ import torch
 import fsdp_demo
 from fsdp_demo.rendezvous import island
 
+from ..support.inside import in_ranks
+
 
 class Heard(logging.Handler):
     """The warnings of this rank."""
@@ -67,22 +69,19 @@ def test_one_rank_call_named_on_every_rank(run_ranks: Any) -> None:
     assert first[0].endswith("(docs/troubleshooting.md#one-rank-calls)")
 
 
-def test_one_rank_call_silent_when_common(run_ranks: Any) -> None:
+@in_ranks(1)
+def test_one_rank_call_silent_when_common(me: Any) -> None:
     """A call that all ranks make logs nothing."""
-
-    def together(me: Any) -> list[str]:
-        patch = pytest.MonkeyPatch()
-        patch.setattr(island, "PATIENCE", 0.3)
-        patch.setattr(island, "BEAT", 0.05)
-        model = torch.nn.Linear(4, 4)
-        optimizer = torch.optim.AdamW(model.parameters())
-        exchange, heard = fsdp_demo.attach(optimizer, "diloco", model=model), Heard()
-        with exchange.outer_parameters(model):
-            time.sleep(1.0)
-        exchange.finish()
-        return heard.lines
-
-    assert run_ranks(together, 1, 2) == [[], []]
+    patch = pytest.MonkeyPatch()
+    patch.setattr(island, "PATIENCE", 0.3)
+    patch.setattr(island, "BEAT", 0.05)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    exchange, heard = fsdp_demo.attach(optimizer, "diloco", model=model), Heard()
+    with exchange.outer_parameters(model):
+        time.sleep(1.0)
+    exchange.finish()
+    assert heard.lines == []
 
 
 # ---- ranks that can never meet -----------------------------------------------------------------
@@ -94,17 +93,14 @@ def place(steps: int, votes: int, collectives: int, marks: Any = HERE) -> island
     return island.Place("finish()", 4, 0.0, [steps, votes, collectives], marks)
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "parted"),
-    [
-        ((5, 1, 50), (6, 0, 50), True),  # finish() on one side, a further step on the other
-        ((5, 1, 50), (5, 0, 51), True),  # a further forward or backward pass
-        ((6, 0, 50), (5, 0, 51), True),  # in a step, the other waits in torch for its next one
-        ((5, 1, 50), (5, 0, 50), False),  # evaluates, saves or compiles alone
-        ((5, 0, 50), (7, 1, 70), False),  # slow in a step, where the other one has waited nowhere
-        ((5, 1, 50), (5, 0, 51, [[4, 44]]), False),  # stages of a pipeline
-    ],
-)
+@pytest.mark.parametrize(("one", "other", "parted"), [
+    ((5, 1, 50), (6, 0, 50), True),  # finish() on one side, a further step on the other
+    ((5, 1, 50), (5, 0, 51), True),  # a further forward or backward pass
+    ((6, 0, 50), (5, 0, 51), True),  # in a step, the other waits in torch for its next one
+    ((5, 1, 50), (5, 0, 50), False),  # evaluates, saves or compiles alone
+    ((5, 0, 50), (7, 1, 70), False),  # slow in a step, where the other one has waited nowhere
+    ((5, 1, 50), (5, 0, 51, [[4, 44]]), False),  # stages of a pipeline
+])  # fmt: skip
 def test_place_parted(one: Any, other: Any, parted: bool) -> None:
     """Ranks have parted where each is ahead of the other in something that all do in one order."""
     assert place(*one).parted(place(*other)) is place(*other).parted(place(*one)) is parted
@@ -130,14 +126,11 @@ def uneven(me: Any, how: str) -> None:
     exchange.finish()
 
 
-@pytest.mark.parametrize(
-    ("how", "status", "says"),
-    [
-        ("batches", 78, "in finish(), after step 3; rank 0 is in no call of the exchange, after"),
-        ("call", 78, "in totals(), after step 2; rank 1 is in no call of the exchange, after"),
-        ("time", 0, ""),
-    ],
-)
+@pytest.mark.parametrize(("how", "status", "says"), [
+    ("batches", 78, "in finish(), after step 3; rank 0 is in no call of the exchange, after"),
+    ("call", 78, "in totals(), after step 2; rank 1 is in no call of the exchange, after"),
+    ("time", 0, ""),
+])  # fmt: skip
 def test_ranks_that_never_meet_end(run_ranks: Any, how: str, status: int, says: str) -> None:
     """After ISLAND_TIMEOUT all ranks of an uneven island end with 78 and the cure; one that is late
     is waited for.

@@ -15,6 +15,7 @@ import fsdp_demo
 from fsdp_demo import ExchangeConfig, Mismatch, Topology, preset
 
 from ..support import threaded
+from ..support.inside import in_ranks
 from ..support.small import Small
 from ..support.threaded import values
 
@@ -52,7 +53,8 @@ def both(config: ExchangeConfig, acts: Callable[[int, Small], Any]) -> list[str]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_out_of_step_early_finish(run_ranks: Callable[..., Any], name: str) -> None:
+@in_ranks(1, 1)
+def test_out_of_step_early_finish(name: str) -> None:
     """An island that finishes earlier than the other causes an error on both sides. Four steps
     here, six there: the likeliest mistake of a loop over unequal data.
     """
@@ -61,21 +63,18 @@ def test_out_of_step_early_finish(run_ranks: Callable[..., Any], name: str) -> N
         small.train(6 if i else 4)
         small.exchange.finish()
 
-    def run() -> Any:
-        ended, goes_on = both(CONFIGS[name], acts)
-        now = 5 if CONFIGS[name].channels[0].before_step else 6
-        assert f"island 1 (island1) is at step {now}, we finished at step 4" in ended, ended
-        assert f"island 0 (island0) finished at step 4, we are at step {now}" in goes_on, goes_on
-        for text in (ended, goes_on):
-            assert "same number of steps" in text and "skip()" in text
-            assert "request_stop(together=True)" in text
-        return True
-
-    assert run_ranks(run, 1, 1) == [True]
+    ended, goes_on = both(CONFIGS[name], acts)
+    now = 5 if CONFIGS[name].channels[0].before_step else 6
+    assert f"island 1 (island1) is at step {now}, we finished at step 4" in ended, ended
+    assert f"island 0 (island0) finished at step 4, we are at step {now}" in goes_on, goes_on
+    for text in (ended, goes_on):
+        assert "same number of steps" in text and "skip()" in text
+        assert "request_stop(together=True)" in text
 
 
 @pytest.mark.parametrize("name", ["local_sgd", "released"])
-def test_out_of_step_lone_evaluation(run_ranks: Callable[..., Any], name: str) -> None:
+@in_ranks(1, 1)
+def test_out_of_step_lone_evaluation(name: str) -> None:
     """An evaluation of one island alone causes an error on both sides."""
 
     def acts(i: int, small: Small) -> None:
@@ -85,16 +84,13 @@ def test_out_of_step_lone_evaluation(run_ranks: Callable[..., Any], name: str) -
                 pass
         small.train(6)
 
-    def run() -> Any:
-        trains, evaluates = both(CONFIGS[name], acts)
-        assert "island 1 (island1) is at step 4, we are at step 6" in trains
-        assert "island 0 (island0) is at step 6, we are at step 4" in evaluates
-        return True
-
-    assert run_ranks(run, 1, 1) == [True]
+    trains, evaluates = both(CONFIGS[name], acts)
+    assert "island 1 (island1) is at step 4, we are at step 6" in trains
+    assert "island 0 (island0) is at step 6, we are at step 4" in evaluates
 
 
-def test_out_of_step_unlike_calls(run_ranks: Callable[..., Any]) -> None:
+@in_ranks(1, 1)
+def test_out_of_step_unlike_calls() -> None:
     """Unlike calls at one step cause an error on both sides that names both calls."""
 
     def acts(i: int, small: Small) -> None:
@@ -104,16 +100,13 @@ def test_out_of_step_unlike_calls(run_ranks: Callable[..., Any]) -> None:
         else:
             small.exchange.across_islands.all_equal("eval")
 
-    def run() -> Any:
-        asked, compared = both(CONFIGS["diloco"], acts)
-        assert "a digest of parameters came from there, a question was expected" in asked
-        assert "a question came from there, a digest of parameters was expected" in compared
-        return True
-
-    assert run_ranks(run, 1, 1) == [True]
+    asked, compared = both(CONFIGS["diloco"], acts)
+    assert "a digest of parameters came from there, a question was expected" in asked
+    assert "a question came from there, a digest of parameters was expected" in compared
 
 
-def test_out_of_step_dropped_step(run_ranks: Callable[..., Any]) -> None:
+@in_ranks(1, 1)
+def test_out_of_step_dropped_step() -> None:
     """A step that one loop drops causes an error that names `skip()`."""
 
     def acts(i: int, small: Small) -> None:
@@ -121,16 +114,10 @@ def test_out_of_step_dropped_step(run_ranks: Callable[..., Any]) -> None:
         small.exchange.step += i
         small.train(8)
 
-    def run() -> Any:
-        here, there = both(CONFIGS["demo"], acts)
-        assert (
-            "island 1 (island1) is at step 5, we are at step 4" in here
-            and "skip()" in here
-            and "skip()" in there
-        )
-        return True
-
-    assert run_ranks(run, 1, 1) == [True]
+    here, there = both(CONFIGS["demo"], acts)
+    assert "island 1 (island1) is at step 5, we are at step 4" in here
+    assert "skip()" in here
+    assert "skip()" in there
 
 
 def test_out_of_step_guard_exits_78(run_ranks: Callable[..., Any]) -> None:

@@ -17,6 +17,7 @@ from fsdp_demo.exchange import summary
 from fsdp_demo.exchange.plan import plan_memory
 from fsdp_demo.tools.inspect import settings
 
+from ..support.inside import in_ranks
 from ..support.threaded import islands, values
 
 
@@ -42,24 +43,18 @@ def test_phase_begin_share_of_run() -> None:
     assert (late.applier.lr, late.applier.momentum, late.codec.topk) == (1.5, 0.0, 90)
 
 
-@pytest.mark.parametrize(
-    ("later", "said"),
-    [
-        ([{"begin": 0}], "later.begin=0.0 is out of range"),
-        ([{"begin": 1.5}], "later.begin=1.5 is out of range"),
-        ([{"begin": 20}, {"begin": 10}], "give phases in their order"),
-        ([{"begin": 20, "codec": {"select": "dense"}}], "codec.select='dense'"),
-        ([{"begin": 20, "feedback": "subtract"}], "from 20 on: feedback='subtract' needs an acc"),
-        (
-            [{"begin": 20, "applier": {"acts_as": "outer_step", "mix": 0.5}}],
-            "it must stay what it is",
-        ),
-        ([{"begin": 20, "lr": 1}], "unknown key channels"),
-        ([{"begin": float("inf")}], "later.begin=inf is out of range"),
-        ([{"begin": float("nan")}], "later.begin=nan is out of range"),
-        ([{"begin": -3}], "later.begin=-3.0 is out of range .`switch`"),
-    ],
-)
+@pytest.mark.parametrize(("later", "said"), [
+    ([{"begin": 0}], "later.begin=0.0 is out of range"),
+    ([{"begin": 1.5}], "later.begin=1.5 is out of range"),
+    ([{"begin": 20}, {"begin": 10}], "give phases in their order"),
+    ([{"begin": 20, "codec": {"select": "dense"}}], "codec.select='dense'"),
+    ([{"begin": 20, "feedback": "subtract"}], "from 20 on: feedback='subtract' needs an acc"),
+    ([{"begin": 20, "applier": {"acts_as": "outer_step", "mix": 0.5}}], "it must stay what it is"),
+    ([{"begin": 20, "lr": 1}], "unknown key channels"),
+    ([{"begin": float("inf")}], "later.begin=inf is out of range"),
+    ([{"begin": float("nan")}], "later.begin=nan is out of range"),
+    ([{"begin": -3}], "later.begin=-3.0 is out of range .`switch`"),
+])  # fmt: skip
 def test_phase_settings_refused(later: list[dict[str, Any]], said: str) -> None:
     """Phases that cannot work are refused."""
     data = preset("sign_loco").to_dict()
@@ -88,14 +83,11 @@ def test_phase_follows_what_it_shares() -> None:
     assert own.codec.topk == 45
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (5, "delta.later=5 must be a list"),
-        ({"begin": 4}, "must be a list"),
-        ([4], r"delta.later\[0\]=4 must be a mapping"),
-    ],
-)
+@pytest.mark.parametrize(("given", "said"), [
+    (5, "delta.later=5 must be a list"),
+    ({"begin": 4}, "must be a list"),
+    ([4], r"delta.later\[0\]=4 must be a mapping"),
+])  # fmt: skip
 def test_phase_of_wrong_form_beside_other_changes(given: Any, said: str) -> None:
     """Phases of a wrong form are refused as such, whatever else is changed with them."""
     with pytest.raises(ValueError, match=said):
@@ -185,28 +177,26 @@ def begun(topology: Any, steps: int | None, state: Any = None, **changes: Any) -
     return exchange, model, optimizer
 
 
-def test_phase_resume_longer_run(run_ranks: Any) -> None:
+@in_ranks(1, 1)
+def test_phase_resume_longer_run(me: Any) -> None:
     """A run of 8 steps switches at 4. It goes on to step 40: its phases begin where they began."""
 
-    def run(me: Any) -> Any:
-        def first(island: int, topology: Any) -> Any:
-            exchange, model, optimizer = begun(topology, steps=8)
-            train(exchange, model, optimizer, island, 6)
-            state = exchange.state_dict()
-            exchange.detach()
-            return state
+    def first(island: int, topology: Any) -> Any:
+        exchange, model, optimizer = begun(topology, steps=8)
+        train(exchange, model, optimizer, island, 6)
+        state = exchange.state_dict()
+        exchange.detach()
+        return state
 
-        states = values(islands(first))
+    states = values(islands(first))
 
-        def second(island: int, topology: Any) -> Any:
-            exchange, *_ = begun(topology, steps=40, state=states[island])
-            found = exchange.config.begins, exchange.channels[0].channel.applier.lr
-            exchange.detach()
-            return found
+    def second(island: int, topology: Any) -> Any:
+        exchange, *_ = begun(topology, steps=40, state=states[island])
+        found = exchange.config.begins, exchange.channels[0].channel.applier.lr
+        exchange.detach()
+        return found
 
-        return values(islands(second))
-
-    assert run_ranks(run, 1, 1) == [[([0, 4], 1.5)] * 2]
+    assert values(islands(second)) == [([0, 4], 1.5)] * 2
 
 
 @pytest.mark.parametrize(
@@ -314,30 +304,28 @@ def test_phase_taken_back(beta: float) -> None:
     assert torch.equal(*ends)
 
 
-def test_phase_resume_on_both_sides_of_switch(run_ranks: Any) -> None:
+@in_ranks(1, 1)
+def test_phase_resume_on_both_sides_of_switch(me: Any) -> None:
     """An island whose checkpoint is of before a switch goes on with one that is past it."""
 
-    def run(me: Any) -> Any:
-        def first(island: int, topology: Any) -> Any:
-            exchange, model, optimizer = begun(topology, steps=8)
-            train(exchange, model, optimizer, island, 3 + 3 * island)
-            kept = copy.deepcopy((exchange.state_dict(), model.state_dict()))
-            train(exchange, model, optimizer, island, 6)
-            exchange.detach()
-            return kept
+    def first(island: int, topology: Any) -> Any:
+        exchange, model, optimizer = begun(topology, steps=8)
+        train(exchange, model, optimizer, island, 3 + 3 * island)
+        kept = copy.deepcopy((exchange.state_dict(), model.state_dict()))
+        train(exchange, model, optimizer, island, 6)
+        exchange.detach()
+        return kept
 
-        kept = values(islands(first))
+    kept = values(islands(first))
 
-        def second(island: int, topology: Any) -> Any:
-            exchange, model, optimizer = resumed(topology, *kept[island])
-            found = exchange.step, exchange.channels[0].channel.applier.lr
-            train(exchange, model, optimizer, island, 10)
-            exchange.finish()
-            return *found, exchange.digests_equal()
+    def second(island: int, topology: Any) -> Any:
+        exchange, model, optimizer = resumed(topology, *kept[island])
+        found = exchange.step, exchange.channels[0].channel.applier.lr
+        train(exchange, model, optimizer, island, 10)
+        exchange.finish()
+        return *found, exchange.digests_equal()
 
-        return values(islands(second))
-
-    assert run_ranks(run, 1, 1) == [[(6, 1.5, True)] * 2]
+    assert values(islands(second)) == [(6, 1.5, True)] * 2
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -415,21 +403,18 @@ def test_phase_memory_of_larger_one() -> None:
     assert plan_memory(delayed, shape, islands=2).per_parameter("device_state") == 12.0
 
 
-def test_phase_positions_by_seed(run_ranks: Any) -> None:
+@in_ranks(2, 1)
+def test_phase_positions_by_seed(me: Any) -> None:
     """From top-k to positions that a seed chooses: of all values both send the same."""
-
-    def run(me: Any) -> torch.Tensor:
-        trained = []
-        for select in ("topk", "random"):
-            codec = {"select": select, "topk": 4096, "value_dtype": "fp32"}
-            late = {"begin": 4, "codec": codec, "accumulator": {"beta": 1.0}}
-            late |= {"feedback": "subtract", "applier": {"acts_as": "outer_step", "lr": 1.5}}
-            exchange, model, optimizer = begun(None, steps=None, **{"delta.later": [late]})
-            train(exchange, model, optimizer, me.island, 9)
-            assert exchange.channels[0].channel.codec.select == select
-            exchange.detach()
-            trained.append(model.weight.detach())
-        return torch.stack(trained)
-
-    for chosen, seeded in run_ranks(run, 2, 1):
-        assert torch.equal(chosen, seeded)
+    trained = []
+    for select in ("topk", "random"):
+        codec = {"select": select, "topk": 4096, "value_dtype": "fp32"}
+        late = {"begin": 4, "codec": codec, "accumulator": {"beta": 1.0}}
+        late |= {"feedback": "subtract", "applier": {"acts_as": "outer_step", "lr": 1.5}}
+        exchange, model, optimizer = begun(None, steps=None, **{"delta.later": [late]})
+        train(exchange, model, optimizer, me.island, 9)
+        assert exchange.channels[0].channel.codec.select == select
+        exchange.detach()
+        trained.append(model.weight.detach())
+    chosen, seeded = torch.stack(trained)
+    assert torch.equal(chosen, seeded)

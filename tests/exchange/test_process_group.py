@@ -10,19 +10,17 @@ from fsdp_demo import Topology
 from fsdp_demo.attaching import refuse_lone_rank
 from fsdp_demo.errors import see
 
+from ..support.inside import in_ranks
 from .test_finish import attached
 
 
-def test_attach_before_init_process_group_refused(run_ranks: Any) -> None:
+@in_ranks(2, 3, group=False)
+def test_attach_before_init_process_group_refused() -> None:
     """An attach on ranks that made no process group is refused."""
-
-    def run() -> str:
-        with pytest.raises(ValueError, match="started 3 ranks on island .* not initialised") as e:
-            attached()
-        return str(e.value)
-
-    for text in run_ranks(run, islands=2, procs=3, group=False):
-        assert "init_process_group" in text and text.endswith(see("rank-taken"))
+    with pytest.raises(ValueError, match="started 3 ranks on island .* not initialised") as e:
+        attached()
+    text = str(e.value)
+    assert "init_process_group" in text and text.endswith(see("rank-taken"))
 
 
 def test_attach_lone_rank_allowed_cases(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,16 +43,13 @@ def test_attach_lone_rank_allowed_cases(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("islands", [1, 2])
-def test_topology_before_process_group_refused(run_ranks: Any, islands: int) -> None:
+@in_ranks(procs=3)
+def test_topology_before_process_group_refused(me: Any, islands: int) -> None:
     """A topology that was made before `init_process_group` is refused."""
-
-    def run(me: Any) -> str:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("torch.distributed.is_initialized", lambda: False)
-            topology = Topology.from_env()
-        with pytest.raises(ValueError, match="has 3 ranks, .* made before init_process_group") as e:
-            attached(topology)
-        return str(e.value)
-
-    for text in run_ranks(run, islands, 3):
-        assert text.endswith(see("rank-taken"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.distributed.is_initialized", lambda: False)
+        topology = Topology.from_env()
+    with pytest.raises(ValueError, match="has 3 ranks, .* made before init_process_group") as e:
+        attached(topology)
+    text = str(e.value)
+    assert text.endswith(see("rank-taken"))

@@ -36,9 +36,7 @@ def train(preset: str, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("preset", "changes"), [("demo", {}), ("diloco", {"period": 2}), ("sparse_loco", {"period": 2})]
 )
-def test_profiler_ranges_of_an_exchange(
-    run_ranks: Any, preset: str, changes: dict[str, Any]
-) -> None:
+def test_profiler_ranges_of_an_exchange(run_ranks, preset: str, changes: dict[str, Any]) -> None:
     """Each part of an exchange has a named range in the profile."""
 
     def run() -> dict[str, int]:
@@ -49,7 +47,5 @@ def test_profiler_ranges_of_an_exchange(
 
     (found,) = run_ranks(run, 1, 1)
     assert set(found) == {f"fsdp_demo::{name}" for name in RANGES}
-    assert (
-        found["fsdp_demo::accumulate"] == found["fsdp_demo::encode"]
-        and found["fsdp_demo::decode"] >= found["fsdp_demo::apply"]
-    )
+    assert found["fsdp_demo::accumulate"] == found["fsdp_demo::encode"]
+    assert found["fsdp_demo::decode"] >= found["fsdp_demo::apply"]

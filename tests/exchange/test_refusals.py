@@ -22,8 +22,8 @@ from fsdp_demo.checkpoint import CheckpointManager, RunState
 from fsdp_demo.errors import PeerLost
 from fsdp_demo.hosts.torch_params import TURNS
 
-from ..support import threaded
-from ..support.threaded import values
+from ..support.heard import heard
+from ..support.inside import in_ranks, in_threads
 from ..support.two_layers import Net, equal, sgd
 
 AS_IS: dict[str, Any] = {"inner_optimizers": "as_is"}
@@ -39,13 +39,6 @@ CURE = (
     r"parameters were changed since attach \(a.weight, .*\).*Load first, then attach, or "
     r"attach\(state=...\)"
 )
-
-
-@pytest.fixture
-def islands(run_ranks: Any) -> Callable[..., list[Any]]:
-    return lambda fn: run_ranks(
-        lambda me: values(threaded.islands(lambda i, topology: fn(topology))), 1, 1
-    )[0]
 
 
 @pytest.fixture
@@ -66,15 +59,21 @@ def alone() -> Net:
     return Net(fsdp_demo.Topology())
 
 
+def attached(config: Any, topology: Any = None, **options: Any) -> tuple[Net, Any, Any]:
+    """A net, its optimizer and its exchange; alone without a topology."""
+    net = Net(topology) if topology else alone()
+    optimizer = sgd(net.parameters())
+    given = {"model": net, "topology": topology, **options}
+    return net, optimizer, fsdp_demo.attach(optimizer, config, **given)
+
+
 # ---- weights that are loaded after attach ------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_attach_weights_loaded_later_refused(kind: str) -> None:
     """Weights that were loaded after attach are refused at the first step."""
-    net, other = alone(), alone()
-    optimizer = sgd(net.parameters())
-    exchange = fsdp_demo.attach(optimizer, KINDS[kind], model=net)
+    (net, optimizer, exchange), other = attached(KINDS[kind]), alone()
     saved = {n: t + 1 for n, t in other.state_dict().items()}
     net.load_state_dict(saved)
     for _ in range(2):
@@ -98,20 +97,13 @@ def test_attach_weights_loaded_later_refused(kind: str) -> None:
 # ---- a run that goes on without the exchange's state -------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "lost"),
-    [
-        ("diloco", "(anchors, outer momenta)"),
-        ("demo", "(accumulators)"),
-        ("local_sgd", ""),
-        ("full", ""),
-    ],
-)
+@pytest.mark.parametrize(("kind", "lost"), [
+    ("diloco", "(anchors, outer momenta)"), ("demo", "(accumulators)"), ("local_sgd", ""),
+    ("full", ""),
+])  # fmt: skip
 def test_attach_step_without_state_logged(kind: str, lost: str, said: Any) -> None:
     """The log says what a start at a later step without a state loses."""
-    net = alone()
-    optimizer = sgd(net.parameters())
-    exchange = fsdp_demo.attach(optimizer, KINDS[kind], model=net)
+    net, optimizer, exchange = attached(KINDS[kind])
     step(net, optimizer)
     state = copy.deepcopy(exchange.state_dict())
     exchange.detach()
@@ -125,22 +117,13 @@ def test_attach_step_without_state_logged(kind: str, lost: str, said: Any) -> No
     assert lost in said() and ("load_exchange(FOLDER)" in said()) == bool(lost)
 
 
-def test_attach_step_without_state_names_islands(islands: Any) -> None:
+@in_threads()
+def test_attach_step_without_state_names_islands(topology: Any) -> None:
     """The log names the islands that lose their steps for want of a state."""
-
-    def run(topology: Any) -> str:
-        lines: list[str] = []
-        handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("fsdp_demo").addHandler(handler)
-        net = Net(topology)
-        fsdp_demo.attach(
-            sgd(net.parameters()), KINDS["local_sgd"], model=net, topology=topology, step=3
-        ).detach()
-        return " | ".join(lines)
-
-    for text in islands(run):
-        assert "lost (parameters of all islands but " in text and "island 0" in text, text
+    lines = heard()
+    attached(KINDS["local_sgd"], topology, step=3)[2].detach()
+    text = " | ".join(lines)
+    assert "lost (parameters of all islands but " in text and "island 0" in text, text
 
 
 # ---- places where it cannot work ---------------------------------------------------------------
@@ -160,9 +143,7 @@ def test_attach_meta_tensors_refused(what: str) -> None:
 
 def test_guard_in_thread_logs_no_signals(said: Any) -> None:
     """`guard` in a thread logs that it gets no signals."""
-    net, ended = alone(), []
-    optimizer = sgd(net.parameters())
-    exchange = fsdp_demo.attach(optimizer, KINDS["diloco"], model=net)
+    (net, optimizer, exchange), ended = attached(KINDS["diloco"]), list[int]()
 
     def train() -> None:
         with fsdp_demo.guard(exchange):
@@ -200,50 +181,38 @@ def test_attach_unchanged_weights_accepted(dtype: torch.dtype) -> None:
         exchange.detach()
 
 
-def test_attach_resume_with_message_in_flight(islands: Any) -> None:
+@in_threads()
+def test_attach_resume_with_message_in_flight(topology: Any) -> None:
     """A resumed run begins with the messages that are in flight. Its parameters are loaded before
     attach, its state by attach; flush moves them before the first step.
     """
-
-    def run(topology: Any) -> None:
-        config = preset("diloco", period=2, **AS_IS).changed({"schedule.delay": 1})
-        net = Net(topology)
-        optimizer = sgd(net.parameters())
-        exchange = fsdp_demo.attach(optimizer, config, model=net, topology=topology)
-        for t in range(4):
-            step(net, optimizer, t)
-        state = exchange.state_dict()
-        assert state["in_flight"]
+    config = preset("diloco", period=2, **AS_IS).changed({"schedule.delay": 1})
+    net, optimizer, exchange = attached(config, topology)
+    for t in range(4):
+        step(net, optimizer, t)
+    state = exchange.state_dict()
+    assert state["in_flight"]
+    exchange.detach()
+    for flush in (True, False):
+        exchange = fsdp_demo.attach(optimizer, config, model=net, topology=topology, state=state)
+        before = net.copies()
+        if flush:
+            exchange.flush()
+            assert not equal(before, net.copies())
+        step(net, optimizer, 4)
+        assert exchange.step == 5
         exchange.detach()
-        for flush in (True, False):
-            exchange = fsdp_demo.attach(
-                optimizer, config, model=net, topology=topology, state=state
-            )
-            before = net.copies()
-            if flush:
-                exchange.flush()
-                assert not equal(before, net.copies())
-            step(net, optimizer, 4)
-            assert exchange.step == 5
-            exchange.detach()
-
-    islands(run)
 
 
-def test_attach_paused_steps_before_first_accepted(islands: Any) -> None:
+@in_threads()
+def test_attach_paused_steps_before_first_accepted(topology: Any) -> None:
     """Steps inside `paused` before the first step of the exchange are accepted."""
-
-    def run(topology: Any) -> None:
-        net = Net(topology)
-        optimizer = sgd(net.parameters())
-        exchange = fsdp_demo.attach(optimizer, KINDS["diloco"], model=net, topology=topology)
-        with exchange.paused():
-            step(net, optimizer)
+    net, optimizer, exchange = attached(KINDS["diloco"], topology)
+    with exchange.paused():
         step(net, optimizer)
-        assert exchange.step == 1
-        exchange.finish()
-
-    islands(run)
+    step(net, optimizer)
+    assert exchange.step == 1
+    exchange.finish()
 
 
 # ---- steps that would be lost ------------------------------------------------------------------
@@ -252,9 +221,7 @@ def test_attach_paused_steps_before_first_accepted(islands: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_outer_parameters_step_refused(kind: str) -> None:
     """A step inside `outer_parameters` is refused."""
-    net = alone()
-    optimizer = sgd(net.parameters())
-    exchange = fsdp_demo.attach(optimizer, KINDS[kind], model=net)
+    net, optimizer, exchange = attached(KINDS[kind])
     step(net, optimizer)
     before = net.copies()
     for _ in range(2):
@@ -284,9 +251,8 @@ def test_outer_parameters_finish_and_save_refused(tmp_path: Any) -> None:
     """`finish` and saves inside `outer_parameters` are refused. What they write to the parameters
     would be undone; what they save would be shown ones.
     """
-    net, topology = alone(), fsdp_demo.Topology.from_env({})
-    optimizer = sgd(net.parameters())
-    exchange = fsdp_demo.attach(optimizer, preset("diloco", period=3, **AS_IS), model=net)
+    topology = fsdp_demo.Topology.from_env({})
+    net, optimizer, exchange = attached(preset("diloco", period=3, **AS_IS))
     state = RunState(CheckpointManager(tmp_path / "a", topology), net, optimizer)
     for t in range(4):
         step(net, optimizer, t)
@@ -309,9 +275,7 @@ def test_outer_parameters_finish_and_save_refused(tmp_path: Any) -> None:
         exchange.finish()
         exchange.state_dict()
     # where replicas hold the result anyway nothing is undone
-    net = alone()
-    optimizer = sgd(net.parameters())
-    exchange = fsdp_demo.attach(optimizer, KINDS["full"], model=net)
+    net, optimizer, exchange = attached(KINDS["full"])
     step(net, optimizer)
     with exchange.outer_parameters(net):
         exchange.state_dict()
@@ -552,58 +516,53 @@ def test_grad_scaler_of_accelerate_refused() -> None:
 # ---- FSDP2 -------------------------------------------------------------------------------------
 
 
-def test_attach_checks_under_fsdp2(run_ranks: Any) -> None:
+@in_ranks()
+def test_attach_checks_under_fsdp2(me: Any) -> None:
     """The checks at attach hold under FSDP2. An evaluation before attach leaves the root unsharded;
     FSDP2 starts lazily; weights changed on one rank are refused by all.
     """
+    from torch.distributed.fsdp import fully_shard
 
-    def run(me: Any) -> None:
-        from torch.distributed.fsdp import fully_shard
-
-        for late in (False, True):
-            net = Net(fsdp_demo.Topology(island=me.island))
-            net.b.bias.requires_grad_(False)
-            fully_shard(net, mesh=me.mesh())
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-            with torch.no_grad():
-                net(torch.ones(2, 66))
-            os.environ["ISLAND_RUN"] += "+"
-            exchange = fsdp_demo.attach(optimizer, KINDS["diloco"], model=net)
-            assert [s.name for s in exchange.host.params] == [
-                "a.weight",
-                "a.bias",
-                "b.weight",
-                "b.bias",
-            ]
-            assert exchange.host.states() == ["momentum_buffer"] and not exchange.host.outside(net)
-            assert all(
-                torch.signbit(m).all()
-                for m in exchange.host.tensors("state:momentum_buffer")
-                if m is not None
-            )
-            if late and me.proc == 0:
-                net.a.bias.to_local().data.add_(1.0)
-            net(torch.ones(2, 66)).sum().backward()
-            if late:
-                with pytest.raises(
-                    ValueError,
-                    match="changed since attach .a.bias."
-                    if me.proc == 0
-                    else "those of another rank",
-                ):
-                    optimizer.step()
-                exchange.detach()
-                continue
-            optimizer.step()
-            net.a.bias.requires_grad_(False)
-            with pytest.raises(RuntimeError, match="requires_grad of a.bias was switched off"):
+    for late in (False, True):
+        net = Net(fsdp_demo.Topology(island=me.island))
+        net.b.bias.requires_grad_(False)
+        fully_shard(net, mesh=me.mesh())
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+        with torch.no_grad():
+            net(torch.ones(2, 66))
+        os.environ["ISLAND_RUN"] += "+"
+        exchange = fsdp_demo.attach(optimizer, KINDS["diloco"], model=net)
+        assert [s.name for s in exchange.host.params] == [
+            "a.weight",
+            "a.bias",
+            "b.weight",
+            "b.bias",
+        ]
+        assert exchange.host.states() == ["momentum_buffer"] and not exchange.host.outside(net)
+        assert all(
+            torch.signbit(m).all()
+            for m in exchange.host.tensors("state:momentum_buffer")
+            if m is not None
+        )
+        if late and me.proc == 0:
+            net.a.bias.to_local().data.add_(1.0)
+        net(torch.ones(2, 66)).sum().backward()
+        if late:
+            with pytest.raises(
+                ValueError,
+                match="changed since attach .a.bias." if me.proc == 0 else "those of another rank",
+            ):
                 optimizer.step()
-            net.a.bias.requires_grad_(True)
+            exchange.detach()
+            continue
+        optimizer.step()
+        net.a.bias.requires_grad_(False)
+        with pytest.raises(RuntimeError, match="requires_grad of a.bias was switched off"):
             optimizer.step()
-            assert exchange.step == 2
-            exchange.finish()
-
-    run_ranks(run)
+        net.a.bias.requires_grad_(True)
+        optimizer.step()
+        assert exchange.step == 2
+        exchange.finish()
 
 
 def test_dcp_state_of_exchange_refused(tmp_path: Path) -> None:

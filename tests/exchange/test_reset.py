@@ -5,8 +5,6 @@ islands, and the rest of the model goes on as if nothing had happened.
 from __future__ import annotations
 
 import copy
-import json
-import logging
 import os
 import time
 from typing import Any
@@ -19,11 +17,14 @@ import fsdp_demo
 from fsdp_demo import Mismatch, PeerLost, base_optimizer, preset
 from fsdp_demo.elastic import join_server
 from fsdp_demo.elastic.newcomer import Following
+from fsdp_demo.elastic.notes import Note, Ready, Sign
 from fsdp_demo.exchange import finish, reset
 from fsdp_demo.peers.header import PAYLOAD, RESET, Header
 from fsdp_demo.peers.join_messages import Expected, MessageHead, to_bytes
 
-from ..support import joining, threaded
+from ..support import joining, probe, threaded
+from ..support.heard import heard
+from ..support.inside import in_ranks, in_threads
 
 AT = 7
 """Steps before the reset: inside a round of most cases, with messages under way where they are
@@ -179,21 +180,18 @@ def test_reset_low_precision(run_ranks: Any, case: str) -> None:
     run_ranks(lambda me: reset_against_flush(CASES[case], torch.bfloat16), 1, 1)
 
 
-def test_reset_names(run_ranks: Any) -> None:
+@in_threads()
+def test_reset_names(island: int, topology: Any) -> None:
     """Names of parameters do as well as the parameters, and one needs no list."""
-
-    def island(i: int, topology: Any) -> None:
-        run = Run(topology, CASES["diloco"])
-        run.train(AT)
-        written = run.write()
-        run.exchange.reset("layers.1.weight")
-        run.exchange.reset(["layers.2.bias", run.model.layers[2].bias])
-        means = run.exchange.across_islands.mean([float(t[0].sum()) for t in written])
-        got = [float(p[0].sum()) for p in run.model.chosen]
-        assert got == pytest.approx(means, rel=1e-5)
-        run.exchange.detach()
-
-    run_ranks(lambda me: threaded.values(threaded.islands(island)), 1, 1)
+    run = Run(topology, CASES["diloco"])
+    run.train(AT)
+    written = run.write()
+    run.exchange.reset("layers.1.weight")
+    run.exchange.reset(["layers.2.bias", run.model.layers[2].bias])
+    means = run.exchange.across_islands.mean([float(t[0].sum()) for t in written])
+    got = [float(p[0].sum()) for p in run.model.chosen]
+    assert got == pytest.approx(means, rel=1e-5)
+    run.exchange.detach()
 
 
 class Lora(nn.Module):
@@ -210,16 +208,13 @@ class Lora(nn.Module):
         return x @ (self.W + self.B @ self.A).T
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        preset("diloco", period=4),
-        preset("streaming_diloco", period=4, layers=0, delay=2),
-        preset("full", **{"schedule.delay": 1}),
-    ],
-    ids=["diloco", "streaming_diloco", "full-late"],
-)
-def test_reset_relora(run_ranks: Any, config: Any) -> None:
+@pytest.mark.parametrize("config", [
+    preset("diloco", period=4),
+    preset("streaming_diloco", period=4, layers=0, delay=2),
+    preset("full", **{"schedule.delay": 1}),
+], ids=["diloco", "streaming_diloco", "full-late"])  # fmt: skip
+@in_ranks(1, 1)
+def test_reset_relora(config: Any) -> None:
     """ReLoRA: the product goes into the frozen matrix, A is drawn anew, B is 0 and stays 0 in a
     round at rate 0; nothing is warned of, and the islands end equal."""
 
@@ -255,132 +250,97 @@ def test_reset_relora(run_ranks: Any, config: Any) -> None:
         assert exchange.digests_equal()
         return left, [p.detach().clone() for p in model.parameters()]
 
-    def run() -> None:
-        said: list[str] = []
-        handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("fsdp_demo").addHandler(handler)
-        (one, here), (two, there) = threaded.values(threaded.islands(island))
-        assert one == two == 0.0 and joining.same(here, there)
-        assert not any("written" in text for text in said), said
-
-    run_ranks(run, 1, 1)
+    said = heard()
+    (one, here), (two, there) = threaded.values(threaded.islands(island))
+    assert one == two == 0.0 and joining.same(here, there)
+    assert not any("written" in text for text in said), said
 
 
-def test_reset_single_replica(run_ranks: Any) -> None:
+@in_ranks(1, 1)
+def test_reset_single_replica() -> None:
     """Alone nothing is sent; the channels' state of these tensors begins anew."""
-
-    def run() -> None:
-        for case in ("diloco", "demo", "sparse_loco"):
-            run = Run(fsdp_demo.Topology.from_env(), CASES[case])
-            run.train(AT)
-            written = run.write()
-            run.exchange.reset(run.model.chosen)
-            assert joining.same(written, [p.detach() for p in run.model.chosen])
-            held = run.state()["layers.1.weight"]
-            kept = [v for k, v in held.items() if not k.endswith(("anchor", "parameter"))]
-            assert kept and not any(v.any() for v in kept)
-            run.train(AT + 5)
-            run.exchange.finish()
-            assert run.exchange.metrics()["bytes_sent"] == 0
-
-    run_ranks(run, 1, 1)
+    for case in ("diloco", "demo", "sparse_loco"):
+        run = Run(fsdp_demo.Topology.from_env(), CASES[case])
+        run.train(AT)
+        written = run.write()
+        run.exchange.reset(run.model.chosen)
+        assert joining.same(written, [p.detach() for p in run.model.chosen])
+        held = run.state()["layers.1.weight"]
+        kept = [v for k, v in held.items() if not k.endswith(("anchor", "parameter"))]
+        assert kept and not any(v.any() for v in kept)
+        run.train(AT + 5)
+        run.exchange.finish()
+        assert run.exchange.metrics()["bytes_sent"] == 0
 
 
-def test_reset_refused(run_ranks: Any) -> None:
+@in_threads()
+def test_reset_refused(island: int, topology: Any) -> None:
     """What is no whole trained parameter, other names and another step are a ValueError on all
     islands; nothing is changed, and a right call follows."""
-
-    def island(i: int, topology: Any) -> list[str]:
-        run, errors = Run(topology, preset("diloco", period=20)), []
-        run.train(3)
-        run.write()
-        model, before = run.model, run.state()
-        one, two = model.layers[0].weight, model.layers[1].weight
-        for wrong in (
-            [one[0]] if i else [one],  # on one island alone
-            [model.frozen, one],
-            [torch.ones(2)],
-            ["nothing"],
-            [],
-            [one, two] if i else [one],
-        ):
-            with pytest.raises(ValueError) as caught:
-                run.exchange.reset(wrong)
-            errors.append(str(caught.value))
-        with pytest.raises(RuntimeError, match="outer_parameters"):
-            with run.exchange.outer_parameters(model):
-                run.exchange.reset([one])
-        run.train(4 if i else 3)
+    run = Run(topology, preset("diloco", period=20))
+    run.train(3)
+    run.write()
+    model, before, reset = run.model, run.state(), run.exchange.reset
+    one, two = model.layers[0].weight, model.layers[1].weight
+    for wrong, *said in (
+        ([one[0]] if island else [one], "island1", "a Tensor [70]"),  # on one island alone
+        ([model.frozen, one], "a Parameter [3]:"),
+        ([torch.ones(2)], "a Tensor [2]:"),
+        (["nothing"], "got 'nothing':"),
+        ([], "got no parameter:"),
+        ([one, two] if island else [one], "layers.1.weight", "island 1"),
+    ):
         with pytest.raises(ValueError) as caught:
-            run.exchange.reset([one])
-        errors.append(str(caught.value))
-        if not i:
-            assert joining.same(run.state(), before)
-        run.train(4)
-        run.exchange.reset([one, two])
-        run.exchange.finish()
-        with pytest.raises(RuntimeError, match="finished"):
-            run.exchange.reset([one])
-        return errors
-
-    def run() -> None:
-        for i, errors in enumerate(threaded.values(threaded.islands(island))):
-            row, frozen, other, name, empty, unlike, step = errors
-            assert "island1" in row and "a Tensor [70]" in row, row
-            assert "a Parameter [3]:" in frozen and "a Tensor [2]:" in other
-            assert "got 'nothing':" in name and "got no parameter:" in empty
-            assert "layers.1.weight" in unlike and "island 1" in unlike, unlike
-            assert "step 3" in step and "step 4" in step, (i, step)
-
-    run_ranks(run, 1, 1)
+            reset(wrong)
+        assert all(part in str(caught.value) for part in said), (said, str(caught.value))
+    with pytest.raises(RuntimeError, match="outer_parameters"):
+        with run.exchange.outer_parameters(model):
+            reset([one])
+    run.train(4 if island else 3)
+    with pytest.raises(ValueError, match="step 3.*step 4|step 4.*step 3"):
+        reset([one])
+    if not island:
+        assert joining.same(run.state(), before)
+    run.train(4)
+    reset([one, two])
+    run.exchange.finish()
+    with pytest.raises(RuntimeError, match="finished"):
+        reset([one])
 
 
-def test_reset_beside_other_call(run_ranks: Any) -> None:
+@in_threads()
+def test_reset_beside_other_call(island: int, topology: Any) -> None:
     """Where the other island steps on instead, both hear what the other does."""
-
-    def island(i: int, topology: Any) -> str:
-        run = Run(topology, preset("demo"))
-        run.train(3)
-        with pytest.raises(Mismatch) as caught:
-            run.exchange.reset(run.model.chosen) if i else run.train(5)
-        run.exchange.detach()
-        return str(caught.value)
-
-    def run() -> None:
-        steps, resets = threaded.values(threaded.islands(island))
-        assert "is at step 3" in steps and "is at step 4" in resets, (steps, resets)
-
-    run_ranks(run, 1, 1)
+    run = Run(topology, preset("demo"))
+    run.train(3)
+    with pytest.raises(Mismatch, match="is at step 4" if island else "is at step 3"):
+        run.exchange.reset(run.model.chosen) if island else run.train(5)
+    run.exchange.detach()
 
 
 @pytest.mark.parametrize("case", ["streaming_diloco", "demo-late"])
-def test_reset_resume(run_ranks: Any, case: str) -> None:
+@in_threads()
+def test_reset_resume(island: int, topology: Any, case: str) -> None:
     """A run that is saved behind a reset and resumed ends as one that was not; its history is
     another than before the reset."""
-
-    def island(i: int, topology: Any) -> list[torch.Tensor]:
-        run = Run(topology, CASES[case])
-        run.train(AT)
-        before = run.exchange.state_dict()["history"]["digest"]
-        run.write()
-        run.exchange.reset(run.model.chosen)
-        run.train(AT + 1)
-        state = [run.model.state_dict(), run.optimizer.state_dict(), run.exchange.state_dict()]
-        model, inner, held = copy.deepcopy(state)
-        assert held["history"]["digest"] != before
-        run.train(AT + 9)
-        values = [p.detach().clone() for p in run.model.parameters()]
-        run.train(AT + 10)
-        run.model.load_state_dict(model)
-        run.optimizer.load_state_dict(inner)
-        run.exchange.load_state_dict(held)
-        run.train(AT + 9)
-        assert joining.same(values, [p.detach() for p in run.model.parameters()])
-        run.exchange.finish()
-        return values
-
-    run_ranks(lambda me: threaded.values(threaded.islands(island)), 1, 1)
+    run = Run(topology, CASES[case])
+    run.train(AT)
+    before = run.exchange.state_dict()["history"]["digest"]
+    run.write()
+    run.exchange.reset(run.model.chosen)
+    run.train(AT + 1)
+    state = [run.model.state_dict(), run.optimizer.state_dict(), run.exchange.state_dict()]
+    model, inner, held = copy.deepcopy(state)
+    assert held["history"]["digest"] != before
+    run.train(AT + 9)
+    values = [p.detach().clone() for p in run.model.parameters()]
+    run.train(AT + 10)
+    run.model.load_state_dict(model)
+    run.optimizer.load_state_dict(inner)
+    run.exchange.load_state_dict(held)
+    run.train(AT + 9)
+    assert joining.same(values, [p.detach() for p in run.model.parameters()])
+    run.exchange.finish()
 
 
 def loop(model: Net, optimizer: torch.optim.Optimizer, exchange: Any, stop: int) -> None:
@@ -416,23 +376,21 @@ def test_reset_shards_and_copies(run_ranks: Any, form: str) -> None:
             exchange = fsdp_demo.attach(optimizer, config, model=model)
 
             loop(model, optimizer, exchange, AT)
-            chosen = [model.layers[1].weight, model.layers[2].bias]
-            written = []
+            chosen, written = model.chosen, []
             for k, p in enumerate(chosen):
                 g = torch.Generator().manual_seed(100 + 10 * me.island + k)
                 written.append(torch.randn(p.shape, generator=g))
+                value = written[-1]
+                if form == "fsdp2":
+                    value = distribute_tensor(value, p.device_mesh, p.placements)
                 with torch.no_grad():
-                    value = written[-1]
-                    if form == "fsdp2":
-                        value = distribute_tensor(value, p.device_mesh, p.placements)
                     p.copy_(value)
             exchange.reset(chosen)
-            whole = [(p.full_tensor() if form == "fsdp2" else p).detach().clone() for p in chosen]
+            whole = list(probe.whole(nn.ParameterList(chosen)).values())
             for group in optimizer.param_groups:
                 group["lr"] = 0.0
             loop(model, optimizer, exchange, AT + 5)
-            still = [(p.full_tensor() if form == "fsdp2" else p).detach().clone() for p in chosen]
-            assert joining.same(still, whole), case
+            assert joining.same(list(probe.whole(nn.ParameterList(chosen)).values()), whole), case
             exchange.finish()
             assert exchange.digests_equal()
             out += [written, whole]
@@ -444,10 +402,9 @@ def test_reset_shards_and_copies(run_ranks: Any, form: str) -> None:
         assert all(joining.same(rank[k + 1], means) for rank in found)
 
 
-def _later(note: bytes) -> list[Any]:
+def _later(note: Note) -> Note:
     """What a joining island says, but that it is ready."""
-    found = json.loads(note)
-    return found if found[0] != "ready" else [""]
+    return Sign() if isinstance(note, Ready) else note
 
 
 def joined_run(me: Any, case: str) -> Any:
@@ -461,11 +418,11 @@ def joined_run(me: Any, case: str) -> Any:
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     optimizer = base_optimizer(config, named, lr=config.lr or 0.01)
     exchange = fsdp_demo.attach(optimizer, config, model=model, must_match={"steps": 200})
-    came, end, word = exchange.step, 10**9, join_server.read_note
+    came, end, read = exchange.step, 10**9, join_server.read_note
     if me.island == 0:  # no join is planned before the reset
         patch = pytest.MonkeyPatch()
         patch.setattr(
-            join_server, "read_note", lambda note: word(note) if resets[0] else _later(note)
+            join_server, "read_note", lambda note: read(note) if resets[0] else _later(read(note))
         )
     while exchange.step < end:
         loop(model, optimizer, exchange, exchange.step + 1)
@@ -474,7 +431,7 @@ def joined_run(me: Any, case: str) -> Any:
         feed, size = exchange._runtime.donor_feed, len(exchange._peers.slots)
         now = [not resets[0] and feed is not None and feed.feeding, attached.exists()]
         said = exchange.across_islands.largest([*map(float, now), float(size)])
-        for k, p in enumerate([model.layers[1].weight, model.layers[2].bias]):
+        for k, p in enumerate(model.chosen):
             if said[k] and not resets[k]:
                 with torch.no_grad():
                     model.frozen += 1.0

@@ -15,6 +15,7 @@ import fsdp_demo
 from fsdp_demo import PeerLost, preset
 
 from ..support import threaded
+from ..support.inside import in_ranks
 from ..support.small import RESUMED, Small, same
 from ..support.threaded import values
 from .test_guard import DEMO, DILOCO
@@ -27,168 +28,154 @@ def through_a_file(saved: Any, path: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_resume_through_file_bit_for_bit(run_ranks, tmp_path, name) -> None:
+@in_ranks(1, 1)
+def test_resume_through_file_bit_for_bit(me: Any, tmp_path, name) -> None:
     """A state that is saved in the middle of a period, through a file, is restored bit for bit:
     what follows is the run that was never interrupted.
     """
     config = RESUMED[name]
 
-    def run(me: Any) -> None:
-        def whole(i: int, topology: Any) -> Any:
-            small = Small(topology, config)
-            small.train(5)
-            saved = small.save()
-            small.train(11)
-            end = small.save()
-            small.exchange.finish()
-            return saved, end, [p.detach() for p in small.params]
+    def whole(i: int, topology: Any) -> Any:
+        small = Small(topology, config)
+        small.train(5)
+        saved = small.save()
+        small.train(11)
+        end = small.save()
+        small.exchange.finish()
+        return saved, end, [p.detach() for p in small.params]
 
-        results = values(threaded.islands(whole))
+    results = values(threaded.islands(whole))
 
-        def resumed(i: int, topology: Any) -> None:
-            saved, end, finished = results[i]
-            small = Small(
-                topology, config, seed=3, saved=through_a_file(saved, tmp_path / f"{i}.pt")
-            )
-            assert small.exchange.step == 5 and same(small.save(), saved)
-            small.train(11)
-            assert same(small.save(), end)
-            small.exchange.finish()
-            assert same([p.detach() for p in small.params], finished)
+    def resumed(i: int, topology: Any) -> None:
+        saved, end, finished = results[i]
+        small = Small(topology, config, seed=3, saved=through_a_file(saved, tmp_path / f"{i}.pt"))
+        assert small.exchange.step == 5 and same(small.save(), saved)
+        small.train(11)
+        assert same(small.save(), end)
+        small.exchange.finish()
+        assert same([p.detach() for p in small.params], finished)
 
-        values(threaded.islands(resumed))
-
-    run_ranks(run, 1, 1)
+    values(threaded.islands(resumed))
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_resume_beside_fresh_island(run_ranks, name) -> None:
+@in_ranks(1, 1)
+def test_resume_beside_fresh_island(me: Any, name) -> None:
     """Survivors go on with a fresh island. Of three islands one dies; two resume from what they
     saved, the third starts anew: right step, equal parameters.
     """
     config = RESUMED[name]
 
-    def run(me: Any) -> None:
-        def first(i: int, topology: Any) -> Any:
-            small = Small(topology, config)
-            small.train(6)
-            if i == 2:
-                return small.exchange.detach()
-            with pytest.raises(PeerLost):
-                small.train(20)
-            saved = small.save()
-            small.exchange.detach()
-            return saved
+    def first(i: int, topology: Any) -> Any:
+        small = Small(topology, config)
+        small.train(6)
+        if i == 2:
+            return small.exchange.detach()
+        with pytest.raises(PeerLost):
+            small.train(20)
+        saved = small.save()
+        small.exchange.detach()
+        return saved
 
-        saved = values(threaded.islands(first, 3, timeout=4))
-        assert same(saved[0][2]["step"], saved[1][2]["step"])
+    saved = values(threaded.islands(first, 3, timeout=4))
+    assert same(saved[0][2]["step"], saved[1][2]["step"])
 
-        def second(i: int, topology: Any) -> Any:
-            small = Small(topology, config, seed=i, saved=saved[i])
-            start, equal = small.exchange.step, []
-            for t in range(start, start + 8):
-                small.train(t + 1)
-                equal.append(small.exchange.digests_equal())
-            small.exchange.finish()
-            return start, equal, [p.detach() for p in small.params]
+    def second(i: int, topology: Any) -> Any:
+        small = Small(topology, config, seed=i, saved=saved[i])
+        start, equal = small.exchange.step, []
+        for t in range(start, start + 8):
+            small.train(t + 1)
+            equal.append(small.exchange.digests_equal())
+        small.exchange.finish()
+        return start, equal, [p.detach() for p in small.params]
 
-        results = values(threaded.islands(second, 3))
-        for start, equal, params in results:
-            assert start == saved[0][2]["step"] and same(params, results[0][2])
-            assert any(equal) == config.equal_after_exchange
-            if config.channels[0].before_step:
-                assert all(equal)
-
-    run_ranks(run, 1, 1)
+    results = values(threaded.islands(second, 3))
+    for start, equal, params in results:
+        assert start == saved[0][2]["step"] and same(params, results[0][2])
+        assert any(equal) == config.equal_after_exchange
+        if config.channels[0].before_step:
+            assert all(equal)
 
 
-def test_resume_finish_repeats_failed_exchange(run_ranks) -> None:
+@in_ranks(1, 1)
+def test_resume_finish_repeats_failed_exchange(me: Any) -> None:
     """A resume after a loss in the last exchange repeats that exchange in `finish`. What was sent
     in an exchange that failed does not count as exchanged: after a resume `finish()` alone leaves
     replicas equal.
     """
 
-    def run(me: Any) -> None:
-        def first(i: int, topology: Any) -> Any:
-            small = Small(topology, RESUMED["diloco"])
-            small.train(7)
-            if i == 2:
-                return small.exchange.detach()
-            with pytest.raises(PeerLost):
-                small.train(8)
-            assert small.exchange.step == 8
-            saved = small.save()
-            small.exchange.detach()
-            return saved
+    def first(i: int, topology: Any) -> Any:
+        small = Small(topology, RESUMED["diloco"])
+        small.train(7)
+        if i == 2:
+            return small.exchange.detach()
+        with pytest.raises(PeerLost):
+            small.train(8)
+        assert small.exchange.step == 8
+        saved = small.save()
+        small.exchange.detach()
+        return saved
 
-        saved = values(threaded.islands(first, 3, timeout=4))
+    saved = values(threaded.islands(first, 3, timeout=4))
 
-        def second(i: int, topology: Any) -> Any:
-            small = Small(topology, RESUMED["diloco"], seed=i, saved=saved[i])
-            assert small.exchange.step == 8
-            small.exchange.finish()
-            return small.exchange.digests_equal(), [p.detach() for p in small.params]
+    def second(i: int, topology: Any) -> Any:
+        small = Small(topology, RESUMED["diloco"], seed=i, saved=saved[i])
+        assert small.exchange.step == 8
+        small.exchange.finish()
+        return small.exchange.digests_equal(), [p.detach() for p in small.params]
 
-        results = values(threaded.islands(second, 3))
-        assert all(equal and same(params, results[0][1]) for equal, params in results)
-        assert not same(saved[0][0], saved[1][0])
-
-    run_ranks(run, 1, 1)
+    results = values(threaded.islands(second, 3))
+    assert all(equal and same(params, results[0][1]) for equal, params in results)
+    assert not same(saved[0][0], saved[1][0])
 
 
-def test_resume_takes_over_from_furthest(run_ranks) -> None:
+@in_ranks(1, 1)
+def test_resume_takes_over_from_furthest(me: Any) -> None:
     """An island that saved earlier takes over the state of the one that is furthest."""
+    for name in RESUMED:
+        config = RESUMED[name]
 
-    def run(me: Any) -> None:
-        for name in RESUMED:
-            config = RESUMED[name]
+        def first(i: int, topology: Any, config: Any = config) -> Any:
+            small = Small(topology, config)
+            small.train(3)
+            early = small.save()
+            small.train(7)
+            return small.save() if i else early
 
-            def first(i: int, topology: Any, config: Any = config) -> Any:
-                small = Small(topology, config)
-                small.train(3)
-                early = small.save()
-                small.train(7)
-                return small.save() if i else early
+        saved = values(threaded.islands(first))
 
-            saved = values(threaded.islands(first))
+        def second(i: int, topology: Any, config: Any = config, saved: Any = saved) -> Any:
+            small = Small(topology, config, saved=saved[i])
+            assert small.exchange.step == 7
+            small.train(12)
+            small.exchange.finish()
+            return [p.detach() for p in small.params]
 
-            def second(i: int, topology: Any, config: Any = config, saved: Any = saved) -> Any:
-                small = Small(topology, config, saved=saved[i])
-                assert small.exchange.step == 7
-                small.train(12)
-                small.exchange.finish()
-                return [p.detach() for p in small.params]
-
-            a, b = values(threaded.islands(second))
-            assert same(a, b), name
-
-    run_ranks(run, 1, 1)
+        a, b = values(threaded.islands(second))
+        assert same(a, b), name
 
 
-def test_resume_foreign_state_refused(run_ranks) -> None:
+@in_ranks(1, 1, env={"ISLAND_COUNT": ""})
+def test_resume_foreign_state_refused(me: Any) -> None:
     """A state of another model, preset or topology is refused."""
-
-    def run(me: Any) -> None:
-        p = torch.nn.Parameter(torch.randn(70, 66))
-        optimizer = torch.optim.SGD([p], lr=0.1)
-        states = {}
-        for name, config in {"demo": DEMO, "diloco": DILOCO}.items():
-            exchange = fsdp_demo.attach(optimizer, config)
-            states[name] = copy.deepcopy(exchange.state_dict())
-            exchange.detach()
-        with pytest.raises(ValueError, match="saved channels"):
-            fsdp_demo.attach(optimizer, DILOCO, state=states["demo"])
-        with pytest.raises(ValueError, match="keeps"):
-            fsdp_demo.attach(
-                optimizer,
-                preset("decoupled_momentum", transform=True, inner_optimizers="as_is"),
-                state=states["diloco"],
-            )
-        smaller = torch.optim.SGD([torch.nn.Parameter(torch.randn(64, 64))], lr=0.1)
-        with pytest.raises(ValueError, match="elements, here it has"):
-            fsdp_demo.attach(smaller, DILOCO, state=states["diloco"])
-
-    run_ranks(run, 1, 1, env={"ISLAND_COUNT": ""})
+    p = torch.nn.Parameter(torch.randn(70, 66))
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    states = {}
+    for name, config in {"demo": DEMO, "diloco": DILOCO}.items():
+        exchange = fsdp_demo.attach(optimizer, config)
+        states[name] = copy.deepcopy(exchange.state_dict())
+        exchange.detach()
+    with pytest.raises(ValueError, match="saved channels"):
+        fsdp_demo.attach(optimizer, DILOCO, state=states["demo"])
+    with pytest.raises(ValueError, match="keeps"):
+        fsdp_demo.attach(
+            optimizer,
+            preset("decoupled_momentum", transform=True, inner_optimizers="as_is"),
+            state=states["diloco"],
+        )
+    smaller = torch.optim.SGD([torch.nn.Parameter(torch.randn(64, 64))], lr=0.1)
+    with pytest.raises(ValueError, match="elements, here it has"):
+        fsdp_demo.attach(smaller, DILOCO, state=states["diloco"])
 
 
 def joined(island, topology, holder):

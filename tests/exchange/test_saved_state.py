@@ -16,36 +16,19 @@ from fsdp_demo.channels.state import ChannelState
 from fsdp_demo.exchange.saved_state import ExchangeState
 
 HEADER = {
-    "digest": 5,
-    "step": 3,
-    "weight": 2.0,
-    "loss": 1.5,
-    "flags": 0,
-    "kind": 1,
-    "total": 0,
-    "number": 0,
-    "norm": 0,
-    "rate": 0,
-}
+    "digest": 5, "step": 3, "weight": 2.0, "loss": 1.5, "flags": 0, "kind": 1, "total": 0,
+    "number": 0, "norm": 0, "rate": 0,
+}  # fmt: skip
 
 
 def tree() -> dict[str, Any]:
     """Of a delta channel with a message under way that has arrived, key by key as format 3 has
     it.
     """
-    sent = {
-        "step": 3,
-        "body": None,
-        "vectors": [],
-        "own": torch.ones(2),
-        "present": None,
-        "partial": False,
-    }
-    arrived = {
-        "headers": [HEADER] * 2,
-        "bodies": [torch.zeros(1, dtype=torch.uint8)] * 2,
-        "means": [torch.ones(2)],
-    }
+    sent = dict(step=3, body=None, vectors=[], own=torch.ones(2), present=None, partial=False)
+    arrived = dict(
+        headers=[HEADER] * 2, bodies=[torch.zeros(1, dtype=torch.uint8)] * 2, means=[torch.ones(2)]
+    )
     return {
         "step": 4,
         "digest": 5,
@@ -58,13 +41,7 @@ def tree() -> dict[str, Any]:
             "delta": {"anchor": torch.zeros(2), "momentum": torch.ones(2), "present": [False]}
         },
         "in_flight": [
-            {
-                "step": 3,
-                "members": ["delta"],
-                "parts": {"delta": sent},
-                "arrived": arrived,
-                "said": HEADER,
-            }
+            dict(step=3, members=["delta"], parts={"delta": sent}, arrived=arrived, said=HEADER)
         ],
     }
 
@@ -110,15 +87,11 @@ def test_saved_state_tree_unchanged() -> None:
         [0.25],
     )
     (flight,) = state.in_flight
-    assert (
-        flight.arrived is not None
-        and flight.arrived.headers[1].loss == 1.5
-        and flight.said == flight.arrived.headers[0]
-    )
-    assert (
-        list(state.channels["delta"].workspaces) == ["anchor", "momentum"]
-        and state.channels["delta"].accumulator is None
-    )
+    assert flight.arrived is not None
+    assert flight.arrived.headers[1].loss == 1.5
+    assert flight.said == flight.arrived.headers[0]
+    assert list(state.channels["delta"].workspaces) == ["anchor", "momentum"]
+    assert state.channels["delta"].accumulator is None
 
 
 def test_saved_state_other_channel_refused() -> None:
@@ -133,9 +106,8 @@ def test_saved_state_of_an_exchange(alone: Any) -> None:
     """The `state_dict` of an exchange is that tree."""
     _, exchange = under_way()
     given = exchange.state_dict()
-    assert list(given) == [*tree(), "history", "config"] and list(given["in_flight"][0]) == list(
-        tree()["in_flight"][0]
-    )
+    assert list(given) == [*tree(), "history", "config"]
+    assert list(given["in_flight"][0]) == list(tree()["in_flight"][0])
     assert list(given["in_flight"][0]["arrived"]) == list(tree()["in_flight"][0]["arrived"])
     assert same(ExchangeState.from_tree(given).to_tree()["channels"], given["channels"])
 

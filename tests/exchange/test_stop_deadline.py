@@ -52,19 +52,14 @@ def told(me: Any, strike: str) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    ("strike", "statuses", "says"),
-    [
-        ("comes", [75, 75], "saved; to resume, start again with"),
-        ("hangs", [75, 75], "another rank of the island did not come to it"),
-        ("dies", [75, -signal.SIGKILL], "nothing was saved: a rank of this island is gone"),
-        ("stands", [75, 75], "step 4 still is under way: it ends, and nothing is saved"),
-        ("begins", [75, 75], "to end before its first step, so there is nothing to save"),
-    ],
-)
-def test_stop_ends_within_island_stop(
-    run_ranks: Any, tmp_path: Any, strike: str, statuses: list[int], says: str
-) -> None:
+@pytest.mark.parametrize(("strike", "statuses", "says"), [
+    ("comes", [75, 75], "saved; to resume, start again with"),
+    ("hangs", [75, 75], "another rank of the island did not come to it"),
+    ("dies", [75, -signal.SIGKILL], "nothing was saved: a rank of this island is gone"),
+    ("stands", [75, 75], "step 4 still is under way: it ends, and nothing is saved"),
+    ("begins", [75, 75], "to end before its first step, so there is nothing to save"),
+])  # fmt: skip
+def test_stop_ends_within_island_stop(run_ranks, tmp_path, strike, statuses, says) -> None:
     """The way out ends within ISLAND_STOP, whatever a rank of the island does."""
     env = {"ISLAND_COUNT": "1", "ISLAND_STOP": "3" if strike in ("hangs", "stands") else "20"}
     found = run_ranks(told, 1, 2, env=env, args=(strike,), check=False, timeout=50)
@@ -98,9 +93,7 @@ def stopped_alone(me: Any, how: int) -> None:
     ("how", "says", "never"),
     [(signal.SIGTERM, "has left", "is lost"), (signal.SIGKILL, "is lost", "has left")],
 )
-def test_stop_in_order_is_no_loss_for_the_others(
-    run_ranks: Any, how: int, says: str, never: str
-) -> None:
+def test_stop_in_order_is_no_loss_for_the_others(run_ranks, how, says: str, never: str) -> None:
     """The others log that an island has left where all its ranks were stopped, and that it is lost
     where one of them was killed.
     """

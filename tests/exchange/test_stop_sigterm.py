@@ -86,9 +86,7 @@ def test_stop_sigterm_all_and_resume(run_ranks: Callable[..., Any], tmp_path: Pa
     assert all(same(a[1], b[1]) for a, b in zip(again, whole, strict=True))
 
 
-def test_stop_run_can_start_again(
-    run_ranks: Callable[..., Any],
-) -> None:
+def test_stop_run_can_start_again(run_ranks: Callable[..., Any]) -> None:
     """A run that stopped can start again under its name; a run that finished cannot."""
 
     def run(me: Any, last: bool) -> Any:

@@ -52,12 +52,7 @@ QUICK = ("demo", "sparse_loco", "streaming_diloco")
 
 
 def run(
-    me: Any,
-    folder: Path,
-    case: str,
-    at: dict[int, int] | None,
-    late: float = 0.0,
-    dies: bool = False,
+    me, folder, case: str, at: dict[int, int] | None, late: float = 0.0, dies: bool = False
 ) -> Any:
     """Train to STEPS, or until this island is told to end ahead of its step `at[island]`. The
     island with the highest number is told while it trains on, as far as it comes, so it may stand
@@ -113,7 +108,7 @@ def run(
 
 
 def interrupted(
-    run_ranks: Any, folder: Path, case: str, at: dict[int, int], ranks: int = 1, late: float = 0.0
+    run_ranks, folder, case, at: dict[int, int], ranks=1, late: float = 0.0
 ) -> list[Any]:
     args = (folder, case, at, late)
     found = run_ranks(run, len(at), ranks, env=ENV, args=args, check=False)
@@ -132,14 +127,10 @@ def saved(folder: Path) -> list[int]:
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES]
 )
-@pytest.mark.parametrize(
-    "at",
-    [{0: 9, 1: 11}, {0: 8, 1: 8}, pytest.param({0: 11, 1: 10}, marks=pytest.mark.slow)],
-    ids=str,
-)
-def test_stop_resume_equals_uninterrupted_run(
-    run_ranks: Any, tmp_path: Path, case: str, at: dict[int, int]
-) -> None:
+@pytest.mark.parametrize("at", [
+    {0: 9, 1: 11}, {0: 8, 1: 8}, pytest.param({0: 11, 1: 10}, marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
+def test_stop_resume_equals_uninterrupted_run(run_ranks, tmp_path, case, at) -> None:
     """After a common stop the resumed run comes to the bits of a run without interruption."""
     if case.startswith(BY_SGD):  # nobody comes further than the other: they exchange in each step
         at = {i: min(at.values()) for i in at}
@@ -147,7 +138,7 @@ def test_stop_resume_equals_uninterrupted_run(
 
 
 def check(
-    run_ranks: Any, folder: Path, case: str, at: dict[int, int], ranks: int = 1, late: float = 0.0
+    run_ranks, folder, case: str, at: dict[int, int], ranks: int = 1, late: float = 0.0
 ) -> None:
     """Nobody loses a step of its own, and the end is that of a run without interruption."""
     whole = run_ranks(run, len(at), ranks, env=ENV, args=(folder / "whole", case, None))
@@ -171,9 +162,7 @@ def test_stop_three_islands_unlike_steps(run_ranks: Any, tmp_path: Path, case: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["sparse_loco", "decoupled_momentum, late"])
-def test_stop_islands_of_two_ranks(
-    run_ranks: Any, tmp_path: Path, everywhere: Any, case: str
-) -> None:
+def test_stop_islands_of_two_ranks(run_ranks, tmp_path: Path, everywhere: Any, case: str) -> None:
     """Islands of two ranks that are told to stop resume bit for bit."""
     everywhere.setattr("fsdp_demo.peers.votes", "VOTE_EVERY", 0.0)
     check(run_ranks, tmp_path, case, {0: 9, 1: 10}, ranks=2)

@@ -22,6 +22,7 @@ from fsdp_demo.peers.votes import VOTE_STEPS, VotePace
 
 from ..support import probe
 from ..support.everywhere import Everywhere
+from ..support.inside import in_ranks
 
 FAR = preset("diloco", period=1000, inner_optimizers="as_is", clip=None)
 
@@ -130,17 +131,11 @@ def test_vote_dead_rank_ends_others(run_ranks: Callable[..., Any], tmp_path: Pat
     assert 30 <= at <= 30 + VOTE_STEPS
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        preset("diloco", period=8, inner_optimizers="as_is").changed({"schedule.delay": 3}),
-        preset("demo", value_dtype="fp32").changed({"schedule.sync_every": 8, "schedule.delay": 3}),
-    ],
-    ids=["after the step", "before the step"],
-)
-def test_vote_at_send_and_apply(
-    run_ranks: Callable[..., Any], everywhere: Everywhere, config: Any
-) -> None:
+@pytest.mark.parametrize("config", [
+    preset("diloco", period=8, inner_optimizers="as_is").changed({"schedule.delay": 3}),
+    preset("demo", value_dtype="fp32").changed({"schedule.sync_every": 8, "schedule.delay": 3}),
+], ids=["after the step", "before the step"])  # fmt: skip
+def test_vote_at_send_and_apply(run_ranks, everywhere: Everywhere, config: Any) -> None:
     """The ranks vote when an exchange leaves and when it is applied, also with a delay; both
     islands agree in the end.
     """
@@ -165,9 +160,7 @@ def test_vote_at_send_and_apply(
     assert len(voted) <= len({*left, *applied}) + 10
 
 
-def test_vote_stop_together_lands_with_exchange(
-    run_ranks: Callable[..., Any], everywhere: Everywhere
-) -> None:
+def test_vote_stop_together_lands_with_exchange(run_ranks, everywhere: Everywhere) -> None:
     """`request_stop(together=True)` on one rank: at the same step on all ranks of all islands."""
     config = preset("diloco", period=8, inner_optimizers="as_is").changed({"schedule.delay": 3})
     everywhere.setattr(pacing, "VOTE_EVERY", 1e9)
@@ -187,27 +180,22 @@ def test_vote_stop_together_lands_with_exchange(
     assert run_ranks(run, 2, 2, timeout=90) == [19] * 4  # leaves in step 15, applied in 18
 
 
-def test_vote_first_step_after_resume(run_ranks: Callable[..., Any]) -> None:
+@in_ranks(1)
+def test_vote_first_step_after_resume(me: Any) -> None:
     """A resumed run votes at its first step."""
-
-    def run(me: Any) -> Any:
-        votes = Votes(FAR)
-        for _ in range(5):
-            votes.step()
-        state = votes.exchange.state_dict()
-        votes.exchange.detach()
-        os.environ["ISLAND_RUN"] += "-again"
-        again = Votes.__new__(Votes)
-        again.__dict__.update(votes.__dict__)
-        again.exchange = fsdp_demo.attach(
-            again.optimizer, FAR, model=again.model, state=state, step=5
-        )
-        pace, seen = again.exchange._runtime._pace, []
-        agree = pace.agreed
-        pace.agreed = lambda slowest: (agree(slowest), seen.append(again.exchange.step))
-        for _ in range(3):
-            again.step()
-        again.exchange.detach()
-        return seen[:2]
-
-    assert run_ranks(run, 1, 2, timeout=60) == [[6, 7], [6, 7]]
+    votes = Votes(FAR)
+    for _ in range(5):
+        votes.step()
+    state = votes.exchange.state_dict()
+    votes.exchange.detach()
+    os.environ["ISLAND_RUN"] += "-again"
+    again = Votes.__new__(Votes)
+    again.__dict__.update(votes.__dict__)
+    again.exchange = fsdp_demo.attach(again.optimizer, FAR, model=again.model, state=state, step=5)
+    pace, seen = again.exchange._runtime._pace, []
+    agree = pace.agreed
+    pace.agreed = lambda slowest: (agree(slowest), seen.append(again.exchange.step))
+    for _ in range(3):
+        again.step()
+    again.exchange.detach()
+    assert seen[:2] == [6, 7]

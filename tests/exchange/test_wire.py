@@ -17,13 +17,15 @@ from fsdp_demo.peers import header
 
 from ..elastic.test_peer_group import on_lines
 from ..support import threaded
+from ..support.inside import in_ranks
 from ..support.small import Small
 from ..support.threaded import Tap, values
 from .test_out_of_step import CONFIGS
 
 
 @pytest.mark.parametrize("claimed", [2**31, 2**40, 2**47, 0])
-def test_wire_claimed_length_refused(run_ranks: Callable[..., Any], claimed: int) -> None:
+@in_ranks(1, 1)
+def test_wire_claimed_length_refused(claimed: int) -> None:
     """A length that a header claims falsely is refused before memory is taken."""
 
     def lies(piece: torch.Tensor, index: int) -> torch.Tensor:
@@ -41,13 +43,9 @@ def test_wire_claimed_length_refused(run_ranks: Callable[..., Any], claimed: int
             agreement.gather_json(line, {"here": line.rank})
         return str(caught.value), tracemalloc.get_traced_memory()[1]
 
-    def run() -> Any:
-        found = on_lines(speak, 2, timeout=5)
-        (text, peak) = found[0]
-        assert f"island 1 (island1) claims a text of {claimed} bytes" in text and peak < 1 << 22
-        return True
-
-    assert run_ranks(run, 1, 1) == [True]
+    found = on_lines(speak, 2, timeout=5)
+    text, peak = found[0]
+    assert f"island 1 (island1) claims a text of {claimed} bytes" in text and peak < 1 << 22
 
 
 @pytest.mark.parametrize("body", [b"{", b"\xff\xfe\xfd", b"[" * 100_000])
@@ -67,7 +65,8 @@ def test_wire_text_not_json_refused(run_ranks: Callable[..., Any], body: bytes) 
     assert run_ranks(lambda: on_lines(speak, 2, timeout=5), 1, 1) == [[True, True]]
 
 
-def test_wire_every_message_has_header(run_ranks: Callable[..., Any]) -> None:
+@in_ranks(1, 1)
+def test_wire_every_message_has_header() -> None:
     """Every message of a run, set-up and questions included, begins with a header that says what it
     is.
     """
@@ -91,23 +90,10 @@ def test_wire_every_message_has_header(run_ranks: Callable[..., Any]) -> None:
         small.exchange.finish()
         return seen
 
-    def run() -> Any:
-        first, second = values(threaded.islands(island))
-        norm, pay, parts, means = header.NORM, header.PAYLOAD, header.PARTS, header.MEANS
-        expected = [
-            (norm, 0),
-            (norm, 1),
-            (pay, 1),
-            (parts, 1),
-            (means, 1),
-            (header.QUESTION, 2),
-            (header.DIGESTS, 2),
-        ]
-        assert (
-            first
-            == second
-            == [*expected, (header.DIGESTS, 2), (header.DIGESTS, 2), (header.END, 2)]
-        )
-        return True
-
-    assert run_ranks(run, 1, 1) == [True]
+    first, second = values(threaded.islands(island))
+    norm, pay, parts, means = header.NORM, header.PAYLOAD, header.PARTS, header.MEANS
+    expected = [
+        (norm, 0), (norm, 1), (pay, 1), (parts, 1), (means, 1), (header.QUESTION, 2),
+        (header.DIGESTS, 2),
+    ]  # fmt: skip
+    assert first == second == [*expected, (header.DIGESTS, 2), (header.DIGESTS, 2), (header.END, 2)]

@@ -90,16 +90,13 @@ def test_worker_device_failure_is_raised(worker: CommWorker) -> None:
         worker.wait(worker.submit(print, staged))
 
 
-@pytest.mark.parametrize(
-    ("staging", "seconds"),
-    [
-        ((2.0, 4.0), 8.0),  # within
-        ((-5.0, 3.0), 7.0),  # begun before training waited
-        ((8.0, 99.0), 8.0),  # not over yet
-        ((-5.0, -1.0), 10.0),  # over before
-        ((float("inf"),) * 2, 10.0),  # not begun
-    ],
-)
+@pytest.mark.parametrize(("staging", "seconds"), [
+    ((2.0, 4.0), 8.0),  # within
+    ((-5.0, 3.0), 7.0),  # begun before training waited
+    ((8.0, 99.0), 8.0),  # not over yet
+    ((-5.0, -1.0), 10.0),  # over before
+    ((float("inf"),) * 2, 10.0),  # not begun
+])  # fmt: skip
 def test_worker_seconds_waited(staging: tuple[float, float], seconds: float) -> None:
     """The seconds waited for the link leave out those in which the device still made the copy."""
     future = Exchanging()

@@ -298,7 +298,7 @@ def test_take_over_facts_of_donor(tmp_path):
 
 
 def test_trainer_resume_of_sharded_files_without_fsdp_is_refused(tmp_path):
-    alone = SimpleNamespace(kind="islands", world=1)
+    alone = SimpleNamespace(one_world=False, world=1)
     (tmp_path / "model.safetensors").touch()
     refuse_sharded(tmp_path, alone)
     (tmp_path / "pytorch_model_fsdp_0").mkdir()
@@ -312,10 +312,10 @@ def test_trainer_resume_of_zero_by_other_ranks_is_refused(tmp_path):
     for rank in range(2):
         name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         (tmp_path / "global_step4" / name).touch()
-    for world, kind in ((2, "islands"), (4, "mesh")):
-        refuse_sharded(tmp_path, SimpleNamespace(kind=kind, world=world))
+    for world, mesh in ((2, False), (4, True)):
+        refuse_sharded(tmp_path, SimpleNamespace(one_world=mesh, world=world))
     with pytest.raises(NeedsDecision, match="saved by 2 ranks with ZeRO, and 1 load it"):
-        refuse_sharded(tmp_path, SimpleNamespace(kind="islands", world=1))
+        refuse_sharded(tmp_path, SimpleNamespace(one_world=False, world=1))
 
 
 @pytest.mark.parametrize(

@@ -697,6 +697,21 @@ def test_report_of_another_view_or_stranger_does_not_count() -> None:
     assert list(found) == [A] and [r.rank for r in found[A]] == [0, 1]
 
 
+def test_too_few_after_a_loss_is_known_without_a_report() -> None:
+    """A loss after which too few are left is the end at once: no rank of the island freezes or
+    reports. A loss that leaves enough is a change.
+    """
+    bench = Bench(peer_groups=2, min_continue=3)
+    few = [protocol_events.TooFew((A, B), lost=frozenset({C}))]
+    assert bench.tell((A, 0), protocol_events.ConnectionLost(C)) == few
+    assert bench.tell((A, 1), protocol_events.FrozenHeard(0, frozenset({C}))) == few
+    assert bench.reports == []
+    bench = Bench(peer_groups=2, min_continue=2)
+    bench.tell((A, 0), protocol_events.ConnectionLost(C))
+    bench.tell((A, 1), protocol_events.FrozenHeard(0, frozenset({C})))
+    assert len(bench.reports) == 2 and bench.did[A, 0] == [protocol_events.Freeze(0)]
+
+
 def test_newcomers_that_have_not_begun_are_too_few() -> None:
     """Newcomers that have not begun do not go on alone: they may lack messages below their base,
     which only a member can give them.

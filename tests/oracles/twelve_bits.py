@@ -1,5 +1,5 @@
 """The packing of positions up to wire version 3, 12 bits each: what the form of today is measured
-against (`recipes/benchmarks/positions.py`).
+against (`benchmarks/positions.py`).
 """
 
 from __future__ import annotations

@@ -47,6 +47,14 @@ def low_and_flags(n: int, k: int) -> tuple[int, int]:
     return low, flags
 
 
+def block_bytes(k: int, values: float | None = None) -> float:
+    """Of a whole block of 4096: k values of 8 bits and a scale, or other `values`, and the
+    positions.
+    """
+    low, flags = low_and_flags(4096, k)
+    return (2 + k if values is None else values) + (flags + (2 * k if flags else 0) + low * k) / 8
+
+
 SYMBOLS = {
     (0,): [0],
     (1,): [1],

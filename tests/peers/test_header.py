@@ -40,10 +40,10 @@ def uint8(data: bytes) -> torch.Tensor:
 # ---- golden vectors: a change here is a new wire version ---------------------------------------
 
 HEADER = (
-    "4644583205010100efcdab896745230170110100090000000400000000003071feffffffffffffff0000c03f0000104059d0539ce1c2a7b2"
+    "4644583206010100efcdab896745230170110100090000000400000000003071feffffffffffffff0000c03f0000104059d0539c85f775f4"
     "010203ff"
 )
-EMPTY = "46445832050100001032547698badcfe0000000000000000000000000000000000000000000000000000803f0000c07f00000000c8ba2c30"  # noqa: E501
+EMPTY = "46445832060100001032547698badcfe0000000000000000000000000000000000000000000000000000803f0000c07f00000000ac8ffe76"  # noqa: E501
 SECTIONS = {
     "fp32": "3040ffc33040ffc33040ff43009c5630093040ffc33040ff433040ff4345754a83093040ffc33040ff433040ff4396503d930a3040ffc3c080fec33040ff"  # noqa: E501
     "433fd06f73080000000000000000000020c00001640000caa846422f55cf436c33b7c2",
@@ -95,7 +95,7 @@ def test_header_golden_bytes_by_hand() -> None:
     raw = bytes.fromhex(HEADER)
     fields = struct.unpack("<4sBBHQIIQQffII", raw[:56])
     length = 4 | 28976 << 48  # 3e-4: 1/1024 of an octave a step, 40960 for 1
-    assert fields[:7] == (b"FDX2", 5, frame.PAYLOAD, 1, DIGEST, STEP, 9)
+    assert fields[:7] == (b"FDX2", 6, frame.PAYLOAD, 1, DIGEST, STEP, 9)
     assert fields[7:11] == (length, 2**64 - 2, 1.5, 2.25)
     assert fields[11:] == (zlib.crc32(raw[56:]), zlib.crc32(raw[:52]))
 
@@ -244,9 +244,9 @@ def test_header_refuses_what_differs_with_both_values() -> None:
         unseal(sealed(step=STEP + 1), HERE, "a")
     with pytest.raises(WireError, match="0123456789abcdee.*0123456789abcdef"):
         unseal(sealed(digest=DIGEST - 1), HERE, "a")
-    with pytest.raises(WireError, match="version 4.*version 5"):
-        unseal(other_version(sealed(), 4), HERE, "a")
-    assert unseal(other_version(sealed(), 5), HERE, "a")[0].step == STEP
+    with pytest.raises(WireError, match="version 5.*version 6"):
+        unseal(other_version(sealed(), 5), HERE, "a")
+    assert unseal(other_version(sealed(), 6), HERE, "a")[0].step == STEP
 
 
 # ---- the same through a real exchange of two islands -------------------------------------------

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from fsdp_demo import WireError
-from fsdp_demo.peers.pieces import EARLY, LARGEST, PIECE, Inbox, NoRoom, PieceHeader, read
+from fsdp_demo.peers.pieces import (
+    LARGEST,
+    MOST_UNCLAIMED_BYTES,
+    PIECE,
+    Inbox,
+    NoRoom,
+    PieceHeader,
+    read,
+)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +63,8 @@ def test_inbox_places_pieces() -> None:
     )
     assert inbox.wait_for(2, Room(10)) == b"0123456789"
     assert (
-        inbox.place(PieceHeader(PIECE, 2, 3, 0, EARLY)) is NoRoom.ASIDE
-        and inbox.keep(3, "long", EARLY) is None
+        inbox.place(PieceHeader(PIECE, 2, 3, 0, MOST_UNCLAIMED_BYTES)) is NoRoom.ASIDE
+        and inbox.keep(3, "long", MOST_UNCLAIMED_BYTES) is None
     )
     # asked again below, which counts once
     assert inbox.place(PieceHeader(PIECE, 2, 4, 0, 1)) is NoRoom.LATER

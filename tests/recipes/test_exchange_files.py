@@ -25,7 +25,7 @@ def test_exchange_file_is_its_preset(name):
         default = fsdp_demo.preset("diloco", value_dtype="bf16")
     assert config == default
     text = path.read_text()
-    source = "docs/measured/study" if path.stem in UNPUBLISHED else "arXiv"
+    source = "benchmarks/results/study" if path.stem in UNPUBLISHED else "arXiv"
     assert source in text and text.count("#") > 8
 
 

@@ -51,7 +51,7 @@ class Exchange:
 
     def __init__(self, islands: int, procs: int, step: int):
         self.ranks = islands * procs
-        self.topology = SimpleNamespace(count=islands, kind="islands", name="island0", island=0)
+        self.topology = SimpleNamespace(count=islands, one_world=False, name="island0", island=0)
         self.step, self.taken = step, 0
         self.participants = list(range(islands))
 

@@ -13,12 +13,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fsdp_demo
 from fsdp_demo import PeerLost, Topology
@@ -29,6 +30,7 @@ from fsdp_demo.rendezvous import attempts, starting, stop_notices
 from fsdp_demo.rendezvous.announcement import Rendezvous
 from fsdp_demo.rendezvous.position import ShardPosition
 from fsdp_demo.rendezvous.stop_notices import Presence
+from fsdp_demo.store.client import WorldStore
 
 from ..support import threaded
 
@@ -400,7 +402,7 @@ def test_rendezvous_names_an_unreadable_note(run_ranks, run, note: str, says: st
 
     def fn(me: Any) -> str:
         topology = Topology.from_env()
-        key = f"{topology.prefix()}/0/join/1/0.0"
+        key = f"{topology.prefix()}/0/join/1"
         topology.open_store().set(key, note)
         with pytest.raises(ValueError) as error:
             topology.join(ShardPosition())
@@ -410,7 +412,7 @@ def test_rendezvous_names_an_unreadable_note(run_ranks, run, note: str, says: st
     assert (
         "note KEY" in text
         and says in text
-        and "start a store on a port that only the islands reach" in text
+        and ", which only the islands should reach, cannot be read" in text
     )
     assert "of island 1" in text or "bytes" in says
 
@@ -424,19 +426,12 @@ def test_rendezvous_last_look_counts() -> None:
     rendezvous._starters = (0, 1)
     fields = {"name": "n", "host": "h", "shards": 1, "copies": 1}
 
-    class Slow:
-        def under(self, prefix: str) -> Slow:
-            return self
-
-        def get(self, key: str) -> str:
+    class Slow(WorldStore):
+        def get_all(self, keys: Sequence[str]) -> list[str]:
             time.sleep(0.1)
-            return "here"
+            return [json.dumps(fields) for _ in keys]
 
-        def note(self, *args: Any) -> dict[str, Any]:
-            return fields
-
-    found = rendezvous._gather(Slow())  # type: ignore[arg-type]
-    assert found == {0: fields, 1: fields}
+    assert rendezvous._gather(Slow(None, "x:1", 5.0)) == {0: fields, 1: fields}
 
 
 def test_rendezvous_says_whom_it_waits_for(
@@ -447,20 +442,11 @@ def test_rendezvous_says_whom_it_waits_for(
     topology = Topology("islands", 0, 3, endpoint="x:1", run="r", timeout=0.4)
     rendezvous = Rendezvous(topology, ShardPosition(), None)
     rendezvous._starters = (0, 1, 2)
-    monkeypatch.setattr(rendezvous, "_note", lambda store, island: {"name": "n", "host": "h"})
-
-    class First:
-        def under(self, prefix: str) -> First:
-            return self
-
-        def get(self, key: str) -> str:
-            return "here" if key == rendezvous._first(0) else ""
-
-        def compare_set(self, *args: str) -> None:
-            pass
-
-    with pytest.raises(PeerLost, match="missing 1, 2"):
-        rendezvous._gather(First())  # type: ignore[arg-type]
+    store = WorldStore(dist.HashStore(), "x:1", 5.0)
+    rendezvous.prefix = "0"
+    rendezvous._announce(store.under(""))
+    with pytest.raises(PeerLost, match=r"came 0 \(.+ on .+\); missing 1, 2"):
+        rendezvous._gather(store)
     (line,) = [r.getMessage() for r in caplog.records]
     assert line == "waiting for islands 1, 2 of run 'r' at x:1, for 0 s more (ISLAND_TIMEOUT)"
 

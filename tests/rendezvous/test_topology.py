@@ -26,6 +26,7 @@ from fsdp_demo.rendezvous import attempts, starting
 from fsdp_demo.rendezvous import environment as variables
 from fsdp_demo.rendezvous.position import ShardPosition
 from fsdp_demo.rendezvous.stop_notices import Presence
+from fsdp_demo.store.client import NotAllCame
 from fsdp_demo.store.server import StoreServer
 
 from ..support import probe
@@ -52,7 +53,7 @@ def environment(store: tuple[str, int], **changes: str) -> dict[str, str]:
 def refusal(call: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
     with pytest.raises(kind) as error:
         call()
-    assert type(error.value) in (kind, attempts.Finished, starting.Unlike)
+    assert type(error.value) in (kind, attempts.Finished, starting.Unlike, NotAllCame)
     return str(error.value)
 
 
@@ -561,8 +562,10 @@ def play(
     return equal, {"sent": sent, **{k: v.numpy().tobytes() for k, v in probe.whole(model).items()}}
 
 
-def test_topology_mesh_trains_as_islands(run_ranks) -> None:
-    """Replicas of a mesh get the same bits as islands that meet over a store."""
+def test_topology_mesh_trains_as_islands(run_ranks, tmp_path) -> None:
+    """Replicas of a mesh get the same bits as islands that meet over a store, with and without a
+    token.
+    """
     configs = ("demo", "diloco")
 
     def islands(me: Any) -> Any:
@@ -592,7 +595,11 @@ def test_topology_mesh_trains_as_islands(run_ranks) -> None:
 
     run = f"mesh-{os.getpid()}-{next(runs)}"
     of_islands = run_ranks(islands, 2, 2)
-    of_single = run_ranks(islands, 2, 1)
+    token = "a secret of this test"
+    store = InThread(StoreServer("127.0.0.1:0", tmp_path / "keys", token))
+    env = {"ISLAND_TOKEN": token, "ISLAND_ENDPOINT": store.endpoint}
+    of_single = run_ranks(islands, 2, 1, env=env)
+    store.end()
     in_a_world = run_ranks(world, 1, 4, env={"ISLAND_COUNT": ""}, timeout=180)
     for rank, (sharded, grouped) in enumerate(in_a_world):
         assert sharded == of_islands[rank]

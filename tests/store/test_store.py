@@ -16,9 +16,9 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
-from fsdp_demo.errors import StoreSilent, WireError
+from fsdp_demo.errors import PeerLost, StoreSilent, WireError
 from fsdp_demo.store import client
-from fsdp_demo.store.client import StoreClient, WorldStore, connect
+from fsdp_demo.store.client import NotAllCame, StoreClient, WorldStore, connect
 from fsdp_demo.store.connection import (
     LARGEST,
     LARGEST_MESSAGE,
@@ -73,6 +73,40 @@ def test_store_verbs_are_answered_alike_by_both_stores(run_ranks) -> None:
     for said in alone(run_ranks, fn):
         said[1] = None  # of a key that is not there torch's store gives what was expected
         assert said == wanted
+
+
+def test_store_gather_waits_for_all_and_names_the_missing() -> None:
+    """Notes come back by number once all are there, or those who wait need no more. In vain, the
+    error names who came and who is missing; a note that cannot be read is named at once.
+    """
+    at = WorldStore(dist.HashStore(), "the test", 5.0).under("run")
+    kept = {"what": "3 notes", "label": lambda i, note: f"{i}{note or ''}", "cure": ". Write them"}
+    at.set("n/2", "22")
+    with pytest.raises(PeerLost) as error:
+        at.gather("n", (0, 1, 2), int, 0.1, **kept)
+    text = "waited 0.1 s for 3 notes: came 222; missing 0, 1. Write them"
+    assert isinstance(error.value, NotAllCame) and str(error.value) == text
+    enough = at.gather("n", (0, 1, 2), int, 60.0, "", look=lambda notes, missing: missing[2:])
+    assert enough == {2: 22}
+    late = threading.Timer(0.2, lambda: (at.set("n/1", "11"), at.set("n/0", "0")))
+    late.start()
+    looks = list[tuple[list[int], list[int]]]()
+
+    def look(notes: dict[int, int], missing: list[int]) -> list[int]:
+        looks.append((list(notes), missing))
+        return missing
+
+    assert list(at.gather("n", (0, 1, 2), int, 60.0, "", look=look).items()) == [
+        (0, 0),
+        (1, 11),
+        (2, 22),
+    ]
+    assert looks[0] == ([2], [0, 1]) and looks[-1] == ([0, 1, 2], [])
+    late.join()
+    for note in ("{", "[" * 60_000, '"7"', "7e400"):
+        at.set("n/1", note)
+        with pytest.raises(ValueError, match="the note run/n/1 of rank 1 in the store at the test"):
+            at.gather("n", (0, 1, 2), int, 60.0, "", kind="rank")
 
 
 def test_store_client_serves_threads_and_forks(run_ranks) -> None:

@@ -47,7 +47,7 @@ class Islands:
     Args:
         dead: see `meet.Limits`. timeout: of the meeting. store: in memory; `change` of it may lead
             addresses elsewhere.
-        token: the run's secret. address: of all islands.
+        token: the run's secret. address: of all islands. least: as ISLAND_MIN.
 
     Attributes:
         lines: of those that have met, by (slot, rank). expelled: (slot, rank) of those that were.
@@ -63,9 +63,10 @@ class Islands:
         store: WorldStore | None = None,
         token: str = "",
         address: str = "127.0.0.1",
+        least: int = 1,
     ):
         warm()
-        self.address = address
+        self.address, self.least = address, least
         self.count, self.ranks, self.dead, self.timeout, self.token = (
             count,
             ranks,
@@ -106,8 +107,10 @@ class Islands:
             self.token,
         )
         place = PeerPosition(slot, rank, self.ranks, self.names)
-        limits = connect.Limits(self.dead, stall=60.0)
-        line = connect.elastic_peers(meeting, place, lambda: self.store.under("line"), None, limits)
+        limits = connect.Limits(self.dead, 60.0, self.least)
+        line = connect.starting_peers(
+            meeting, place, lambda: self.store.under("line"), None, limits
+        )
         line.begun = True
         self.lines[slot, rank], self._hubs[line._driver._poller] = line, (slot, rank)
         return line

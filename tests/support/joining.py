@@ -31,7 +31,6 @@ from fsdp_demo.peers.join_messages import (
     to_bytes,
     unpacked,
 )
-from fsdp_demo.rendezvous.fixed_peers import LonePeerGroup
 
 
 class Record:
@@ -148,15 +147,14 @@ class Fed:
         raise PeerLost("the record has no more messages, and is the only one")
 
 
-class Follower(LonePeerGroup):
+class Follower(PeerGroup):
     """A newcomer's line, which sends nothing. said: step and weight of each payload that it would
     send.
     """
 
     def __init__(self, fed: Fed, islands: int):
-        super().__init__("newcomer", 5.0)
-        self._me, self._names = Member(islands - 1), {i: f"island{i}" for i in range(islands)}
-        self._set(range(islands))
+        names = {i: f"island{i}" for i in range(islands)}
+        super().__init__(Member(islands - 1), names, range(islands), 5.0)
         self.following, self.said = fed, []
 
     def _followed(self, *message: Any) -> None:

@@ -1,8 +1,8 @@
 """Which tests start processes: found in what they use, not written by hand.
 
 `ranks`: a fixture is built on the rank server. `launch`: the test's function, one of its fixtures,
-or a function of tests/ or recipes/ that these reach by name, mentions something that starts
-processes.
+or a function of tests/, recipes/ or benchmarks/ that these reach by name, mentions something that
+starts processes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = tuple(str(ROOT / folder) + "/" for folder in ("tests", "recipes"))
+OURS = tuple(str(ROOT / folder) + "/" for folder in ("tests", "recipes", "benchmarks"))
 STARTS = {
     "fork",
     "forkpty",

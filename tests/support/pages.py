@@ -21,13 +21,14 @@ OPERATORS = set("|&;()<>")
 
 
 def pages() -> list[Path]:
-    """README.md, docs/**/*.md and the READMEs of recipes/."""
-    return [
-        ROOT / "README.md",
-        *sorted((ROOT / "docs").rglob("*.md")),
-        ROOT / "recipes" / "README.md",
-        ROOT / "recipes" / "study" / "README.md",
-    ]
+    """README.md, docs/**/*.md and the README of recipes/: what users read."""
+    docs = sorted((ROOT / "docs").rglob("*.md"))
+    return [ROOT / "README.md", *docs, ROOT / "recipes" / "README.md"]
+
+
+def of_benchmarks() -> list[Path]:
+    """The READMEs of benchmarks/ and its pages of results."""
+    return sorted((ROOT / "benchmarks").rglob("*.md"))
 
 
 def metrics_table() -> dict[str, tuple[str, str, str, str]]:

@@ -171,6 +171,55 @@ def backward(
                 p.grad /= me.procs
 
 
+class Job:
+    """A probe on this rank with its optimizer and its exchange, for loops of a test's own.
+
+    mesh: of the island, where it is not that of its processes. options: of `attach`.
+    """
+
+    def __init__(
+        self,
+        me: Any,
+        config: fsdp_demo.ExchangeConfig | str,
+        inner: Callable[[Any], torch.optim.Optimizer],
+        seed: int = 0,
+        names: list[str] | None = None,
+        sharded: bool = True,
+        mesh: Any = None,
+        **options: Any,
+    ):
+        self.me, self.seed, self.names = me, seed, names
+        self.sharded = sharded and me.procs > 1
+        self.model = Probe(seed, names)
+        if self.sharded:
+            shard(self.model, mesh or me.mesh())
+        self.optimizer = inner(self.model.parameters())
+        self.exchange = fsdp_demo.attach(self.optimizer, config, model=self.model, **options)
+
+    def backward(self, t: int) -> None:
+        """One micro-batch, as `backward`."""
+        backward(self.model, self.me, t, self.seed, self.sharded, self.names)
+
+    def step(self, t: int) -> None:
+        """A backward and a step."""
+        self.backward(t)
+        self.end_step()
+
+    def end_step(self) -> None:
+        """A step of the optimizer on the gradients that are there."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def steps(self, *t: int) -> None:
+        """The steps of range(*t)."""
+        for step in range(*t):
+            self.step(step)
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Full copies of all parameters."""
+        return whole(self.model)
+
+
 def train(
     me: Any,
     config: fsdp_demo.ExchangeConfig,
@@ -186,33 +235,24 @@ def train(
     """Train on this rank; returns the full parameters after every step, and what else tests look
     at.
     """
-    sharded = sharded and me.procs > 1
-    model = Probe(seed, names)
-    if sharded:
-        shard(model, me.mesh())
-    optimizer = inner(model.parameters())
-    exchange = fsdp_demo.attach(optimizer, config, model=model)
+    job = Job(me, config, inner, seed, names, sharded)
+    model, exchange = job.model, job.exchange
     out: dict[str, Any] = {"params": [], "equal": [], "each": []}
     for t in range(steps):
-        backward(model, me, t, seed, sharded, names)
+        job.backward(t)
         if before:
             before(t, exchange)
-        optimizer.step()
-        optimizer.zero_grad()
+        job.end_step()
         out["params"].append(parts(model))
         out["equal"].append(exchange.digests_equal())
         out["each"].append(each(t, exchange) if each else None)
-    out["metrics"], out["params"] = (
-        exchange.metrics(),
-        complete(out["params"], me if sharded else None),
-    )
+    out["metrics"] = exchange.metrics()
+    out["params"] = complete(out["params"], me if job.sharded else None)
     if finish:
         exchange.finish()
-        out["final"], out["drift"], out["final_equal"] = (
-            whole(model),
-            exchange.drift,
-            exchange.digests_equal(),
-        )
+        out["final"] = whole(model)
+        out["drift"] = exchange.drift
+        out["final_equal"] = exchange.digests_equal()
     else:
         exchange.detach()
     return out

@@ -16,19 +16,12 @@ RESUMED = {
     "demo": preset("demo"),
     "demo, in flight": preset("demo", **{"schedule.delay": 2}),
     "diloco": preset("diloco", period=4, inner_optimizers="as_is"),
-    "diloco, in flight": preset(
-        "diloco", period=4, inner_optimizers="as_is", **{"schedule.delay": 2}
-    ),
+    "diloco, in flight": preset("diloco", period=4, inner_optimizers="as_is",
+        **{"schedule.delay": 2}),
     "consensus": preset("decoupled_momentum", transform=True, period=4, inner_optimizers="as_is"),
-    "released, in flight": preset(
-        "decoupled_momentum",
-        transform=True,
-        rule="released",
-        period=4,
-        inner_optimizers="as_is",
-        **{"schedule.delay": 2},
-    ),
-}
+    "released, in flight": preset("decoupled_momentum", transform=True, rule="released", period=4,
+        inner_optimizers="as_is", **{"schedule.delay": 2}),
+}  # fmt: skip
 
 
 class Small:
@@ -68,6 +61,43 @@ class Small:
                 self.exchange.state_dict(),
             )
         )
+
+
+class Noise:
+    """Two matrices and a vector; gradients are noise of island and step, times `scale`, but where
+    `change` puts something else into the parameters or their gradients.
+    """
+
+    def __init__(self, topology: Any, config: ExchangeConfig, adamw: bool = False):
+        g = torch.Generator().manual_seed(7)
+        self.island = topology.island
+        shapes = (("0.a", (70, 66)), ("1.b", (64, 64)), ("head", (5,)))
+        self.named = [(n, torch.nn.Parameter(torch.randn(s, generator=g))) for n, s in shapes]
+        kind = torch.optim.AdamW if adamw else torch.optim.SGD
+        self.optimizer: Any = kind(self.named, lr=0.01)
+        self.exchange = fsdp_demo.attach(self.optimizer, config, topology=topology)
+
+    def step(self, change: Any = None, scale: float = 1.0) -> None:
+        params = [p for _, p in self.named]
+        for k, p in enumerate(params):
+            seed = 1000 * self.exchange.step + 10 * self.island + k
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)) * scale
+        if change:
+            change(params)
+        self.optimizer.step()
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [p.detach().clone() for _, p in self.named]
+
+    def states(self) -> list[torch.Tensor]:
+        """The tensors that the optimizer keeps."""
+        kept = [v for state in self.optimizer.state.values() for v in state.values()]
+        return [v for v in kept if isinstance(v, torch.Tensor)]
+
+
+def finite(tensors: Any) -> bool:
+    """Whether all values of all tensors are finite."""
+    return all(bool(t.isfinite().all()) for t in tensors)
 
 
 def same(a: Any, b: Any) -> bool:

@@ -14,8 +14,10 @@ import pytest
 
 from fsdp_demo import Link, PeerLost
 from fsdp_demo.automatic.first_steps import SIZES, quick_probe
+from fsdp_demo.elastic.peer_group import PeerGroup
+from fsdp_demo.membership.protocol_types import Member
 from fsdp_demo.net.link import TCP_SHARE
-from fsdp_demo.rendezvous.fixed_peers import LonePeerGroup, mesh_peers
+from fsdp_demo.rendezvous.mesh import mesh_peers
 
 from ..support.elastic import Islands
 from ..support.threaded import islands, values
@@ -42,7 +44,7 @@ def slow(line: Any, rate: float) -> list[int]:
 
 def test_quick_probe_single_replica() -> None:
     """A single replica has no link."""
-    assert quick_probe(LonePeerGroup("island0", 1.0)) is None
+    assert quick_probe(PeerGroup(Member(0), {0: "island0"}, [0], 1.0)) is None
 
 
 @pytest.mark.parametrize("count", [2, 3])

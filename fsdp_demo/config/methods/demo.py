@@ -68,7 +68,7 @@ def random(
     No indices travel, and the values are reduced: bytes do not grow with the number of islands.
     Every coefficient is sent once in a pass of 4096 / topk steps. Published: rates 1/2 to 1/32
     (`topk` 128 is 1/32), beta 0.999, sign, fp32 values. Ours: beta 0.95. The published one lost
-    0.18 nats per byte in our study, two seeds (docs/measured/study.md, "Published forms").
+    0.18 nats per byte in our study, two seeds (benchmarks/results/study.md, "Published forms").
     """
     codec = Codec("dct" if transform else "none", "random", topk, value_dtype)
     return _gradient_method("random", Accumulator(beta=beta), codec, sign, inner_optimizer)

@@ -11,9 +11,9 @@ from ..schema import ExchangeConfig
 
 WARMUP = 20
 """Rounds over which presets with an outer momentum of 0.9 let it rise; 0 is the published constant
-momentum. Measured (docs/measured/study.md): constant over 24 rounds ended worse than one replica
-alone, a rise over half of them 6 % above the all-reduce. Whether rounds or their share of the run
-decide is not known."""
+momentum. Measured (benchmarks/results/study.md): constant over 24 rounds ended worse than one
+replica alone, a rise over half of them 6 % above the all-reduce. Whether rounds or their share of
+the run decide is not known."""
 
 ADAPTIVE = ("adamw", "adam", "muon", "muonadamw")
 """Inner optimizers of methods with an outer step."""
@@ -46,8 +46,8 @@ def diloco(
     Published: inner AdamW 4e-4, weight decay 0.1; outer 0.7 / 0.9; period 500; payload fp32, and
     fp16 or int8 without loss in later work (OpenDiLoCo, INTELLECT-1). Ours: the outer momentum
     rises over the first `momentum_warmup` rounds (0: constant), since a constant one did harm in
-    runs of few rounds (docs/measured/study.md). To compare with a paper set it to 0: at period 500
-    the rise takes 10 000 steps.
+    runs of few rounds (benchmarks/results/study.md). To compare with a paper set it to 0: at period
+    500 the rise takes 10 000 steps.
     """
     outer = outer_step(lr, momentum, momentum_warmup)
     channel = Channel(
@@ -159,9 +159,9 @@ def sign_muloco(
     Nesterov step with the mean, of rate `lr` and a constant `momentum`. The inner optimizer is
     Muon, with AdamW for embeddings, heads and vectors; AdamW alone is refused, and fits badly.
 
-    Where the numbers come from: docs/measured/study.md, on 0.49 M parameters with an inner Muon at
-    4.5e-2, eight seeds. It ended below the all-reduce with AdamW there, a little above the one with
-    Muon, with 40 times fewer bytes. Nobody has trained a large model with it.
+    Where the numbers come from: benchmarks/results/study.md, on 0.49 M parameters with an inner
+    Muon at 4.5e-2, eight seeds. It ended below the all-reduce with AdamW there, a little above the
+    one with Muon, with 40 times fewer bytes. Nobody has trained a large model with it.
     """
     made = muloco(period, lr, momentum, beta, value_dtype, momentum_warmup)
     return replace(made, preset="sign_muloco", lr=0.045)

@@ -36,7 +36,7 @@ def decoupled_momentum(
     whole (`applier.dense_lr` changes theirs alone). Published: inner AdamW 4e-4, betas 0.9 / 0.95,
     period 128, k = 32 of 4096, beta 0.95, and the DCT: `transform` True. It is off by default,
     since on deltas it was worth nothing and cost much on attention matrices
-    (docs/measured/study.md).
+    (benchmarks/results/study.md).
     """
     one_of("rule", rule, ("consensus", "released"))
     released = rule == "released"
@@ -134,8 +134,8 @@ def sign_loco(
     Trainer and the recipes give it), else the first phase stays for the whole run, and a warning
     says so.
 
-    Where the numbers come from: docs/measured/study.md and study-robust.md, four replicas with an
-    inner AdamW. In runs of 1920 steps of 0.49 M parameters it ended 0.5 % above the all-reduce
+    Where the numbers come from: benchmarks/results/study.md and study-robust.md, four replicas with
+    an inner AdamW. In runs of 1920 steps of 0.49 M parameters it ended 0.5 % above the all-reduce
     (eight seeds), and without a second phase 3.4 % above (four).
     """
     channel = Channel(

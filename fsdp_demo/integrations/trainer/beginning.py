@@ -268,7 +268,7 @@ def refuse_sharded(checkpoint: Path, topology: Topology) -> None:
     does with a ValueError, and for one that DeepSpeed loads with as many ranks alone.
     """
     saved = len(list(checkpoint.glob("global_step*/*_optim_states.pt")))
-    if topology.kind != "mesh" and saved not in (0, topology.world):
+    if not topology.one_world and saved not in (0, topology.world):
         raise NeedsDecision(
             f"{checkpoint} was saved by {saved} ranks with ZeRO, and {topology.world} load it: "
             f"start {saved} ranks per island, or begin anew from the model "

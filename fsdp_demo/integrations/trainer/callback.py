@@ -138,9 +138,9 @@ class ExchangeCallback(TrainerCallback):
             )
             return
         refuse(trainer, self.config)
-        if self._topology.kind == "islands":
+        if self._topology.elastic:
             separate(trainer, self._topology)
-        if self._topology.kind == "mesh":
+        if self._topology.one_world:
             quieten(trainer)
         steps = ("training_step", "evaluation_loop", "log")
         for name in (*steps, "_save_checkpoint", "_maybe_log_save_evaluate"):

@@ -45,7 +45,7 @@ class TrainerRecord:
             "accumulation": args.gradient_accumulation_steps,
             "lr": args.learning_rate,
             "seed": args.seed,
-        } | ({"mesh": True} if topology.kind == "mesh" else {})
+        } | ({"mesh": True} if topology.one_world else {})
         self._record = RunRecord(
             Path(str(args.output_dir)),
             exchange,

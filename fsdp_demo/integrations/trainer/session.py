@@ -65,7 +65,7 @@ def warn_of_same_rows(exchange: Exchange, dataset: Any) -> None:
     all islands that begin together call it; those that join later do not.
     """
     topology = exchange.topology
-    if topology.kind != "islands" or exchange.newcomer:
+    if not topology.elastic or exchange.newcomer:
         return
     rows = getattr(dataset, "_fingerprint", None) or _first_row(dataset)
     # a word of its own where there is nothing to compare: only what is equal is news
@@ -271,7 +271,7 @@ class Session(TrainerCallback):
         """
         trainer: Any = self._trainer
         args, state = trainer.args, trainer.state
-        if args.save_strategy == "no" or self.exchange.topology.kind == "mesh":
+        if args.save_strategy == "no" or self.exchange.topology.one_world:
             return
         # the local step was taken: end it as the Trainer would have
         if self.exchange.step == state.global_step + 1:

@@ -43,7 +43,7 @@ def save_state(
             mixture.
     """
     topology, folder = exchange.topology, checkpoint / "exchange"
-    if topology.kind == "mesh":
+    if topology.one_world:
         folder = folder / f"replica{topology.island}"
     save_exchange(folder, exchange)
     if saves_tensors(exchange, apart):
@@ -52,7 +52,7 @@ def save_state(
 
 def saves_tensors(exchange: Exchange, apart: bool) -> bool:
     """Whether `save_state` writes parameters and optimizer states, too."""
-    return exchange.topology.kind == "mesh" and not apart and _differs(exchange)
+    return exchange.topology.one_world and not apart and _differs(exchange)
 
 
 def open_state(checkpoint: Path) -> SavedExchange:
@@ -85,13 +85,13 @@ def restore_local(
     """
     topology, folder = exchange.topology, checkpoint / "exchange"
     saved_in_mesh = (folder / "replica0").is_dir()
-    if not _differs(exchange) or (not saved_in_mesh and topology.kind != "mesh"):
+    if not _differs(exchange) or (not saved_in_mesh and not topology.one_world):
         return
     if not saved_in_mesh:
         raise ValueError(
             f"{checkpoint} was saved by islands, whose models differ: resume it as islands. {CURE}"
         )
-    if apart and topology.kind == "mesh":
+    if apart and topology.one_world:
         return
     head = read_head(folder / "replica0" / "rank0.json")[0]
     if (head["islands"], head["world"]) != (topology.islands, topology.world):
@@ -150,12 +150,12 @@ def manager_of(trainer: Trainer, topology: Topology) -> CheckpointManager:
     """
     args: Any = trainer.args
     replica = topology
-    if topology.kind != "islands":
+    if not topology.elastic:
         together = {"rank": args.process_index, "world": args.world_size, "group": None}
         topology = replace(topology, kind="single", island=0, islands=1, **together)
     limit = args.save_total_limit
     manager = CheckpointManager(args.output_dir, topology, limit if limit and limit > 0 else None)
-    if replica.kind == "mesh":
+    if replica.one_world:
         manager.group = cpu_group(replica)
     return manager
 

@@ -99,7 +99,7 @@ class Stops:
             else "this island stops"
         )
         self._warn(f"{who} after step {state.global_step} of {state.max_steps}, as asked; {what}")
-        if exchange.topology.kind == "mesh":
+        if exchange.topology.one_world:
             self.cut_off = self.told
         elif exchange.leaving:
             self.left = True
@@ -155,7 +155,7 @@ class Stops:
         if exchange is None:
             self._warn("SIGTERM: training has ended; a save that is due is made")
             return
-        if exchange.topology.kind == "mesh":
+        if exchange.topology.one_world:
             self.ask("SIGTERM")
         else:
             exchange.request_stop()

@@ -30,7 +30,6 @@ from .probe import Pair, Probe
 MEET = 15.0  # seconds that two islands have to connect
 SLACK = 30.0  # seconds beyond the budget, after which a pair is given up
 LATE = 120.0  # seconds that an island may come later to a point of the examination than another
-LOOK = 0.05  # seconds between two looks at the store
 
 T = TypeVar("T")
 
@@ -59,7 +58,7 @@ def examine(
     planned, topology = topology, joining_island(topology)
     own = address(topology)
     mine = local(planned, own, disk_mb_s, step_seconds)  # with room for those that come later
-    if topology.kind != "islands":
+    if not topology.elastic:
         return Examination((mine,))
     say(f"waiting for {counted(topology.count, 'island')} at {topology.endpoint}")
     shared = SharedNotes(topology)
@@ -83,9 +82,7 @@ def examine(
 
 def address(topology: Topology) -> str:
     """The address at which the others reach this island in a run; "" for a single replica."""
-    if topology.kind != "islands":
-        return topology.address
-    return topology.address or route_to(topology.endpoint)
+    return topology.address or (route_to(topology.endpoint) if topology.endpoint else "")
 
 
 def local(
@@ -195,7 +192,7 @@ def joining_island(topology: Topology) -> Topology:
     Raises:
         ValueError: the island would come later than the others.
     """
-    if topology.kind == "islands" and topology.island >= topology.count:
+    if topology.island >= topology.count:
         raise ValueError(
             f"ISLAND_RANK={topology.island} with ISLAND_COUNT={topology.count}: doctor examines "
             "the islands that begin a run; raise ISLAND_COUNT to examine more"
@@ -238,21 +235,12 @@ class SharedNotes:
         """
         t = self._topology
         self.store.set(f"{name}/{t.island}", to_json(mine))
-        found, end = {t.island: mine}, time.monotonic() + seconds
-        while missing := [i for i in range(t.count) if i not in found]:
-            for i in missing:
-                if self.store.get(f"{name}/{i}"):
-                    found[i] = self.store.note(f"{name}/{i}", f"island {i}", form)
-            if len(found) < t.count and time.monotonic() > end:
-                gone = ", ".join(str(i) for i in range(t.count) if i not in found)
-                raise PeerLost(
-                    f"waited {seconds:g} s for {counted(t.count, 'island')} at {t.endpoint}, run "
-                    f"{t.run!r}, at {name!r}: missing {gone}. Start fsdp-demo doctor on all "
-                    "islands with the same ISLAND_ENDPOINT, ISLAND_RUN and ISLAND_COUNT"
-                    f"{see('missing-islands')}"
-                )
-            time.sleep(LOOK)
-        return dict(sorted(found.items()))
+        what = f"{counted(t.count, 'island')} at {t.endpoint}, run {t.run!r}, at {name!r}"
+        cure = (
+            ". Start fsdp-demo doctor on all islands with the same ISLAND_ENDPOINT, ISLAND_RUN and "
+            f"ISLAND_COUNT{see('missing-islands')}"
+        )
+        return self.store.gather(name, range(t.count), form, seconds, what, cure=cure)
 
     def leave(self) -> None:
         """End the examination, so that the next one of this run gets keys of its own."""

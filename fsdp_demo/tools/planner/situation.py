@@ -1,6 +1,6 @@
 """The situation that a plan is made for: model, islands, link, step, and devices of the ranks.
 
-The times of a CPU are measured (`recipes/benchmarks/planner_times.py`; of a message:
+The times of a CPU are measured (`benchmarks/planner_times.py`; of a message:
 `slow_link.py`, demo without a limit); those of GPUs are arithmetic, from bytes that are read and
 written over the memory's rate, and say so, and how far they were off on an H100. A user's own come
 with `--compression-time`.
@@ -74,7 +74,7 @@ fp32, the kernel (planner_times.py, as for the CPU below)."""
 
 _ARITHMETIC = (
     "arithmetic: bytes moved over the memory's rate; sparse presets took 3 to 7 times as long on "
-    "an H100 (docs/measured/results-compute.md)"
+    "an H100 (benchmarks/results/compute.md)"
 )
 
 

@@ -268,7 +268,8 @@ def test_planner_command_recommendation_first(capsys: pytest.CaptureFixture[str]
     found = [out.index(t) for t in ("Recommended: ", "the planner would choose:", "published")]
     assert found == sorted(found) and "in the order of evidence" in " ".join(out.split())
     notes = out[out.index("GB of one rank") :].splitlines()
-    named = [one for line in notes if "docs/figures" in line for one in line[2:].split(":")[:1]]
+    sources = [line for line in notes if "benchmarks/figures" in line]
+    named = [one for line in sources for one in line[2:].split(":")[:1]]
     assert len(named) == len(set(named))
 
 

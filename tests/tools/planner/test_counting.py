@@ -1,11 +1,6 @@
-"""Bytes of the planner: those of `recipes/benchmarks/bytes.py`, of the library's plan rank by rank,
-and of formulas.
-"""
+"""Bytes of the planner: those of the library's plan, rank by rank, and of formulas."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,27 +10,21 @@ from fsdp_demo.tools.planner import Situation, equal_layers, load, plan_rows
 from fsdp_demo.tools.planner.counting import cycle, releases
 from fsdp_demo.tools.planner.models import numel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "recipes"))
-
-from benchmarks import bytes as counting  # noqa: E402
-
 TINY = load("tiny")
 CASES = [(2, 1), (3, 2), (4, 4), (5, 1)]
 
 
 @pytest.mark.parametrize(("islands", "shards"), CASES)
-def test_planner_bytes_equal_benchmark(islands: int, shards: int) -> None:
-    """The bytes of the rows are those of the byte benchmark."""
-    there = {
-        e.preset: (e.sent, e.sent_per_step)
-        for e in counting.entries(TINY, islands, shards, Link(1e9, 0.04))
-    }
-    rows = plan_rows(Situation(TINY, islands, Link(1e9, 0.04), shards=shards), presets())
-    assert {r.name: (r.bytes_per_exchange, pytest.approx(r.bytes_per_step)) for r in rows} == {
-        name: sent for name, sent in there.items() if name in presets()
-    }
+def test_planner_bytes_of_rows(islands: int, shards: int) -> None:
+    """The bytes of a row are those of the library's plans of all ranks, and those of `hsdp` are a
+    ring all-reduce in bf16.
+    """
+    for row in plan_rows(Situation(TINY, islands, Link(1e9, 0.04), shards=shards), presets()):
+        plans = plan_model(preset(row.name), TINY, islands, shards)
+        assert row.bytes_per_exchange == sum(p.most().bytes_sent for p in plans), row.name
+        assert row.bytes_per_step == pytest.approx(sum(p.average()[0] for p in plans)), row.name
     (hsdp,) = plan_rows(Situation(TINY, islands, shards=shards), ["hsdp"])
-    assert hsdp.bytes_per_exchange == there["(all-reduce)"][0]
+    assert hsdp.bytes_per_exchange == ring_all_reduce_bytes(islands, 2 * numel(TINY))
 
 
 @pytest.mark.parametrize("shards", [1, 3, 4])

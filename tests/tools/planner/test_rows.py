@@ -12,7 +12,7 @@ import pytest
 
 from fsdp_demo import Link, preset, presets
 from fsdp_demo.exchange.plan import inner_state, plan_memory
-from fsdp_demo.tools.planner import Situation, gbit_s, load, plan_rows
+from fsdp_demo.tools.planner import Situation, gaps, gbit_s, load, plan_rows
 from fsdp_demo.tools.planner.gaps import expected_gap
 from fsdp_demo.tools.planner.line import System
 from fsdp_demo.tools.planner.rows import utilisation
@@ -20,7 +20,6 @@ from fsdp_demo.tools.planner.situation import DEVICES, guessed_step
 
 TINY = load("tiny")
 THERE = Situation(TINY, 3, Link(1e7, 0.02), 0.1, shards=2, device="cpu")
-FIGURES = Path(__file__).resolve().parents[3] / "docs" / "figures"
 
 
 @pytest.mark.parametrize("name", presets())
@@ -128,31 +127,25 @@ def test_planner_gap_between_and_beyond() -> None:
 
 
 def test_planner_gap_of_study() -> None:
-    """The gaps of our study are those of its figures."""
-    rows = json.loads((FIGURES / "study-main.json").read_text(encoding="utf-8"))["rows"]
-    own = [r for r in rows if not {"muon", "adamw"} & {*r["name"].split()}]
-    tuned = {r["name"].split()[0]: r for r in own if r["name"].endswith(" tuned")}
+    """The gaps of our study are those of its rows in `gaps.json`."""
+    study = json.loads(Path(gaps.__file__).with_name("gaps.json").read_text())["study"]
     one_phase = {"sign_loco": {"switch": 0.0}}
-    for name, row in tuned.items():
-        gap, _ = expected_gap(preset(name, **one_phase.get(name, {})), 492_672, 4)
-        assert gap is not None
-        assert gap["percent"] == round(100 * (row["difference"] or 0) / tuned["full"]["loss"], 2)
-    larger = json.loads(
-        (FIGURES.parents[1] / "fsdp_demo" / "tools" / "planner" / "gaps.json").read_text(
-            encoding="utf-8"
-        )
-    )["study"]["larger"]
-    for size in larger:
+    for name, difference in study["difference"].items():
+        if name in presets():
+            gap, _ = expected_gap(preset(name, **one_phase.get(name, {})), 492_672, 4)
+            assert gap is not None
+            assert gap["percent"] == round(100 * difference / study["loss"], 2)
+    for size in study["larger"]:
         gap, _ = expected_gap(preset("sign_loco", switch=0.0), size["parameters"], 4)
         assert gap is not None and gap["factor"] == 1.0 and gap["extrapolated"] == ""
         assert gap["percent"] == round(100 * size["difference"]["sign_loco"] / size["loss"], 2)
         assert gap["period"] is None  # the preset's own
         gap, _ = expected_gap(preset("muloco"), size["parameters"], 4)
         assert gap is not None and gap["period"] == 20
-    long = json.loads((FIGURES / "study-length.json").read_text(encoding="utf-8"))[0]["rows"]
-    full, ours = (sum(row["losses"]) / 4 for row in long[:2])
+    long = study["phases"][0]
     gap, _ = expected_gap(preset("sign_loco"), 492_672, 4)
-    assert gap is not None and gap["percent"] == round(100 * (ours / full - 1), 2)
+    assert gap is not None
+    assert gap["percent"] == round(100 * long["difference"]["sign_loco"] / long["loss"], 2)
     gap, _ = expected_gap(preset("demo"), 1_235_814_400, 2)
     assert gap is not None and "1,344 times as many" in gap["extrapolated"]
     assert "4 islands, not 2" in gap["extrapolated"]

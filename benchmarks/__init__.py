@@ -1,0 +1,1 @@
+"""Programs that measure the library, the study of its methods, and their results."""

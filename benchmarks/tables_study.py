@@ -1,0 +1,327 @@
+"""Tables of the study, and what docs/study.md and the planner take from it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from typing import Any
+
+from figure_cells import Rows, cell
+from report import size
+
+from benchmarks.kept import ROOT, find, load
+from fsdp_demo import preset
+from fsdp_demo.config.methods import UNPUBLISHED
+from fsdp_demo.runlog.words import times
+from study.cells import parameters
+from study.methods import METHODS
+from study.stats import interval
+from study.tables import SIZES
+
+STUDY = {
+    "study-forms": ("questions", "published form"),
+    "study-memory": ("questions", "memory"),
+    "study-transform": ("questions", "transform", "other transforms"),
+    "study-demo-adamw": ("questions", "demo in AdamW"),
+    "study-decoupled": ("questions", "decoupled"),
+    "study-divisor": ("questions", "divisor"),
+    "study-values": ("questions", "values"),
+    "study-owners": ("questions", "owners"),
+    "study-feedback": ("questions", "feedback"),
+    "study-one-bit": ("questions", "every value in one bit"),
+    "study-longer": ("questions", "rates of a run"),
+    "study-states": ("questions", "periods of states"),
+    "study-rise": ("questions", "rise", "cap"),
+    "study-replicas": ("robust", "R ="),
+    "study-rates": ("robust", "rate", "2 x longer", "4 x longer"),
+    "study-periods": ("robust", "periods"),
+    "study-delay": ("robust", "delay"),
+    "study-slow-island": ("robust", "one slow island"),
+    "study-attached": ("robust", "attached"),
+    "study-main": ("main",),
+    "study-precision": ("precision",),
+    "study-size": ("size", "0.", "3.", "9."),
+    "study-size-ours": ("size", "rates at", "changes at"),
+    "study-size-muloco": ("size", "sign_muloco at"),
+    "study-memory-larger": ("size", "memory"),
+    "study-transform-larger": ("size", "transform at"),
+    "study-text": ("text",),
+}
+"""Tables of the study: the table of the study, and the beginnings of the groups that it has."""
+
+
+def study(name: str, *groups: str) -> Rows:
+    """A table of the study, or some groups of it: losses, paired differences with 90 % intervals,
+    bytes.
+    """
+    found = load(f"study-{name}.json")["rows"]
+    found = [row for row in found if not groups or row["group"].startswith(groups)]
+    several = len({row["group"] for row in found}) > 1
+    head = ["method", "seeds", "loss", "minus the reference", "sent per island", "fewer bytes"]
+    rows = [["case", *head] if several else head]
+    for row in found:
+        apart = cell(row["difference"], "+.3f")
+        if row["half"] is not None:
+            apart += f" +- {row['half']:.3f}"
+        cells = [
+            row["name"],
+            str(row["seeds"]),
+            "failed" if row["failed"] else f"{row['loss']:.3f}",
+            apart,
+            size(row["bytes_sent"]) if row["bytes_sent"] else "-",
+            times(row["ratio"]) if row["ratio"] else "-",
+        ]
+        rows.append([row["group"], *cells] if several else cells)
+    return rows
+
+
+def study_front() -> Rows:
+    """Loss over bytes, the most bytes first; a star where nothing ends lower with as few bytes."""
+    found = [r for r in load("study-front.json")["rows"] if r["ratio"] and not r["failed"]]
+    found.sort(key=lambda row: (row["ratio"], -row["loss"]))
+    rows = [["", "method", "loss", "sent per island", "fewer bytes"]]
+    for i, row in enumerate(found):
+        best = all(row["loss"] < other["loss"] for other in found[i + 1 :])
+        cells = [row["name"], f"{row['loss']:.3f}", size(row["bytes_sent"])]
+        rows.append(["*" if best else "", *cells, times(row["ratio"])])
+    return rows
+
+
+def study_short() -> list[dict[str, str]]:
+    """The rows of docs/study.md: of the tuned ones those that nothing beats with as few bytes, and
+    `full`, which is beaten.
+    """
+    ended = [row for row in tuned().values() if not row["failed"]]
+    found = sorted(ended, key=lambda row: (row["ratio"], -row["loss"]))
+    full = tuned()["full"]
+    rows = []
+    for i, row in enumerate(found):
+        loss = f"{row['loss']:.3f}"
+        if row is full or row["name"] == full["name"]:
+            cells = ["`full`: all-reduce, AdamW", "1 x", loss, "-"]
+        elif all(row["loss"] < other["loss"] for other in found[i + 1 :]):
+            name = row["name"].removesuffix(" tuned")
+            cells = [f"`{name}`", times(row["ratio"]), loss, percent(row, full)]
+        else:
+            continue
+        rows.append(dict(zip(("method", "fewer", "loss", "beside"), cells, strict=True)))
+    return rows
+
+
+def study_choice() -> Rows:
+    """What the grids of the main table chose."""
+    tuned = load("study-main.json")["tuned"]
+    return [["method", "chosen"], *([name, _told(told)] for name, told in tuned.items())]
+
+
+def _told(choice: str) -> str:
+    """A choice of a grid; its `lr` is the inner optimizer's, which no preset calls so."""
+    rate, *changes = choice.split()
+    more = f", `{' '.join(changes)}`" if changes else ""
+    return f"rate {rate.removeprefix('lr=')}{more}"
+
+
+def study_evidence() -> Rows:
+    """Every preset at its published settings and at the best that were found, beside `full`."""
+    main = load("study-main.json")
+    rows, best = {row["name"]: row for row in main["rows"]}, tuned()
+    found = [["preset", "published rule", "best of the grid", "seeds", "what the grid chose"]]
+    for name in (e["preset"] for e in load("bytes.json")["presets"]["rows"]):
+        if name not in best or best[name] is best["full"]:
+            continue
+        chosen = best[name]
+        plain = rows.get(chosen["name"].removesuffix(" tuned"))
+        told = main["tuned"][chosen["name"]]
+        seeds = str(chosen["seeds"]) if not plain else f"{plain['seeds']}, {chosen['seeds']}"
+        # one row each where the grid chose what was published
+        cells = [percent(row, best["full"]) for row in (plain or chosen, chosen)]
+        if name in UNPUBLISHED:
+            cells[0], seeds = "-", str(chosen["seeds"])
+        found.append([f"`{name}`", *cells, seeds, _told(told)])
+    return found
+
+
+def study_claims() -> Rows:
+    """What papers claim, and the same comparison in the main table of the study."""
+    rows = tuned()
+    found = [["claim", "here", "loss here", "bytes here", "what differs"]]
+    for claim in load("claims.json"):
+        ours, other = rows[claim["ours"]], rows[claim["against"]]
+        fewer = other["bytes_sent"] / ours["bytes_sent"]
+        found.append(
+            [
+                f"{claim['claim']} ({claim['source']})",
+                f"`{claim['ours']}` beside `{claim['against']}`",
+                percent(ours, other),
+                f"{fewer:.3g} x fewer" if fewer >= 1 else f"{1 / fewer:.3g} x more",
+                claim["differs"],
+            ]
+        )
+    return found
+
+
+def study_rounds() -> Rows:
+    """How the deltas of tuned methods point, by quarters of the run, and the gain of a round."""
+    lines = find("study-runs.jsonl").read_text(encoding="utf-8").splitlines()
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for run in map(json.loads, lines):
+        name = run["cell"]["name"]
+        if name.endswith(" tuned") and len(run.get("rounds", {}).get("successive", ())) >= 8:
+            runs.setdefault(name, []).append(run)
+    head = ["method", "runs", "along the round before", "of two islands", "gain of a round"]
+    found = [head]
+    for name in sorted(runs):
+        cell, seen = runs[name][0]["cell"], [run["rounds"] for run in runs[name]]
+        outer = preset(cell["preset"], **cell["changes"]).channels[0].applier
+        along = _quarters([r["successive"] for r in seen])
+        gain = outer.lr * (1 + outer.momentum / (1 - outer.momentum * along[-1]))
+        parts = [along, _quarters([r["islands"] for r in seen])]
+        cells = [" ".join(f"{v:.2f}" for v in part) for part in parts]
+        found.append([name.removesuffix(" tuned"), str(len(seen)), *cells, f"{gain:.2f}"])
+    return found
+
+
+def _quarters(rows: list[list[float]]) -> list[float]:
+    """The mean of each quarter of some rows of equal length."""
+    means = [statistics.fmean(column) for column in zip(*rows, strict=True)]
+    cuts = [len(means) * n // 4 for n in range(5)]
+    return [statistics.fmean(means[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def tuned() -> dict[str, dict[str, Any]]:
+    """The tuned rows of the study's main table, by preset, and by "full muon" and the like."""
+    rows = load("study-main.json")["rows"]
+    return {_short(row["name"]): row for row in rows if row["name"].endswith(" tuned")}
+
+
+def _short(name: str) -> str:
+    """Of a row's name the preset, and its inner optimizer where that is another."""
+    first, *others = name.split()
+    return " ".join([first, *(word for word in others if word in ("muon", "adamw"))])
+
+
+def percent(ours: dict[str, Any], other: dict[str, Any]) -> str:
+    """The paired difference of two rows of the study in percent of the other's loss, with its 90 %
+    interval.
+    """
+    pairs = [(loss, other["losses"].get(seed)) for seed, loss in ours["losses"].items()]
+    apart = [100 * (loss / beside - 1) for loss, beside in pairs if loss and beside]
+    if not apart:
+        return "failed"
+    mean, half = interval(apart)
+    return f"{mean:+.1f} %" + (f" +- {half:.1f} %" if len(apart) > 1 else "")
+
+
+LENGTHS = ("long", "short", "large", "large-short")
+"""Tables of study-length.json: `sign_loco` beside an all-reduce of the same machine."""
+
+
+def study_length(name: str) -> Rows:
+    """One of `LENGTHS`: the loss of each seed, and the paired difference to the first row."""
+    (table,) = (t for t in load("study-length.json") if t["table"] == name)
+    seeds = [f"seed {n}" for n in range(max(len(row["losses"]) for row in table["rows"]))]
+    means = ["mean"] if len(seeds) > 1 else []
+    rows = [["method", *seeds, *means, "minus the all-reduce", "fewer bytes"]]
+    for row in table["rows"]:
+        losses, apart = row["losses"], ["-"] * (len(seeds) - len(row["losses"]))
+        mean = [f"{sum(losses) / len(losses):.4f}" for _ in means]
+        cells = [*(f"{loss:.4f}" for loss in losses), *apart, *mean, _apart(table, row)]
+        rows.append([row["method"], *cells, times(row["fewer"])])
+    return rows
+
+
+def _apart(table: dict[str, Any], row: dict[str, Any]) -> str:
+    if row is table["rows"][0]:
+        return "-"
+    mean, half = interval(_pairs(table, row))
+    return f"{mean:+.3f}" + (f" +- {half:.3f}" if half == half else "")
+
+
+def _pairs(table: dict[str, Any], row: dict[str, Any]) -> list[float]:
+    """The difference to the first row of each seed that both have."""
+    return [a - b for a, b in zip(row["losses"], table["rows"][0]["losses"], strict=False)]
+
+
+def _with_phases(name: str) -> dict[str, Any]:
+    """What the planner takes from a table of `LENGTHS`: methods that change in the run."""
+    (table,) = (t for t in load("study-length.json") if t["table"] == name)
+    full = table["rows"][0]["losses"]
+    pairs = {row["is"]: _pairs(table, row) for row in table["rows"] if "is" in row}
+    return {
+        "source": f"our study (benchmarks/figures/study-length.json): {table['steps']} steps, "
+        f"{table['seeds']}",
+        "date": load("about.json")["study-length.json"]["date"],
+        "parameters": parameters(table["model"]),
+        "loss": round(sum(full) / len(full), 6),
+        "difference": {name: round(sum(of) / len(of), 6) for name, of in pairs.items()},
+    }
+
+
+GAPS = ROOT / "fsdp_demo" / "tools" / "planner" / "gaps.json"
+
+
+def planner_gaps() -> dict[str, Any]:
+    """The planner's table of gaps, with the study's rows as they are now."""
+    table, rows = json.loads(GAPS.read_text(encoding="utf-8")), tuned()
+    full = rows["full"]
+    table["study"]["loss"] = round(full["loss"], 6)
+    table["study"]["date"] = load("about.json")["study-main.json"]["date"]
+    table["study"]["difference"] = {
+        name: round(row["difference"], 6)
+        for name, row in rows.items()
+        if row is not full and "muon" not in name and row["difference"] is not None
+    }
+    table["study"]["period"] = {
+        name: max(c.schedule.sync_every for c in method.published.config().channels)
+        for method in METHODS
+        if (name := _short(method.name or method.published.name)) in table["study"]["difference"]
+    }
+    table["study"]["larger"] = [_at_size(size) for size in ("0.92 M", "3.3 M")]
+    table["study"]["phases"] = [_with_phases(name) for name in ("long", "large")]
+    return table
+
+
+def _at_size(size: str) -> dict[str, Any]:
+    """What the planner takes from a larger model of the study: each method in its form of the main
+    table, at the best of the rates that were tried. Other periods, bits or values are other bytes.
+    """
+    forms = {
+        size,
+        *(f"{form} at {size}" for form in ("rates", "sign_muloco", "transform", "memory of demo")),
+    }
+    rows = [r for r in load("study-size.json")["rows"] if r["group"] in forms]
+    best: dict[str, dict[str, Any]] = {}
+    # the rate that ended lowest, of those with the most seeds
+    for row in sorted(rows, key=lambda r: (-r["seeds"], r["difference"] or 0.0)):
+        name = row["name"].split()[0]
+        # `muloco` has 2 bits, `demo` its transform
+        other = name == "full" or "1 bit" in row["name"] or "DCT on nothing" in row["name"]
+        if not other and row["difference"] is not None:  # one that failed has none
+            best.setdefault(name, row)
+    full = next(r for r in rows if r["name"] == f"full {size}")
+    return {
+        "source": f"our study (benchmarks/figures/study-size.json): {SIZES[size][1]} steps, "
+        "one seed or two",
+        "date": load("about.json")["study-size.json"]["date"],
+        "parameters": parameters(SIZES[size][0]),
+        "loss": round(full["loss"], 6),
+        "difference": {name: round(row["difference"], 6) for name, row in best.items()},
+    }
+
+
+def gaps_are_stale() -> bool:
+    """Whether the planner's table has other rows of the study than the study has now."""
+    return bool(json.loads(GAPS.read_text(encoding="utf-8")) != planner_gaps())
+
+
+SHORT = ROOT / "docs" / "figures" / "study-short.json"
+
+
+def write_short() -> None:
+    """Write the rows of docs/study.md."""
+    SHORT.write_text(json.dumps(study_short(), indent=1) + "\n", encoding="utf-8")
+
+
+def write_gaps() -> None:
+    """Put the study's rows into the planner's table."""
+    GAPS.write_text(json.dumps(planner_gaps(), indent=1) + "\n", encoding="utf-8")
