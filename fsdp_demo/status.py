@@ -18,8 +18,8 @@ DECIDE = 78
 """To start again changes nothing: somebody must choose, or change something, first (EX_CONFIG)."""
 
 FOLDER = "ISLAND_STATUS"
-"""Variable with the folder where every rank that ends so writes its status, file `rank<R>`:
-launchers turn every status into 1.
+"""Variable with the folder where every rank that ends so writes its status, file `rank<R>`, or
+`rank<R>.<N>` where torchrun has started it N times again: launchers turn every status into 1.
 """
 
 
@@ -30,7 +30,9 @@ def tell_launcher(rank: int, status: int) -> None:
     folder = os.environ.get(FOLDER)
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / f"rank{rank}").write_text(str(status))
+        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        name = f"rank{rank}" if again == "0" else f"rank{rank}.{again}"
+        (Path(folder) / name).write_text(str(status))
 
 
 def status_of(error: BaseException | None) -> int:

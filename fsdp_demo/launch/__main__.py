@@ -1,9 +1,9 @@
 """Run an island's launcher and end with the status that its ranks ended with.
 
 `accelerate launch` and `torchrun` end with status 1 whatever a rank's status was. Here they run
-unchanged in this process, and the status of the rank that failed first becomes the status of the
-process (128 + number for a signal, as in a shell); `deepspeed` keeps most statuses and loses some
-(`deepspeed.py`):
+unchanged in a process of their own, and the status of the rank that failed first becomes the status
+of the process (128 + number for a signal, as in a shell); `deepspeed` keeps most statuses and loses
+some (`deepspeed.py`):
 
     python -m fsdp_demo.launch torchrun --nproc-per-node 2 train.py
     python -m fsdp_demo.launch accelerate launch --num_processes 2 train.py
@@ -22,100 +22,28 @@ script's arguments then. The script finds the number of its start in `ISLAND_ATT
 from __future__ import annotations
 
 import argparse
-import gc
-import importlib
-import logging
 import os
 import shlex
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from ..status import DECIDE, SAVED
 from ..status import FOLDER as STATUS_FOLDER
+from ..status import SAVED
 from .command_line import CommandParser
-from .processes import LAUNCHED, LAUNCHERS, reserve_port, saved_before, shell_status
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from .processes import (
+    HEARD,
+    LAUNCHED,
+    LAUNCHERS,
+    Launcher,
+    adopt_orphans,
+    end_strays,
+    path_with_site,
+    saved_before,
+)
 
 EXAMPLE = "python -m fsdp_demo.launch --restarts 3 torchrun --nproc-per-node 8 train.py"
-
-
-class _FirstStop(logging.Handler):
-    """Notes when the launcher first told a rank to stop: what a rank saved before that, it saved of
-    its own accord.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.at = float("inf")
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if str(record.msg).startswith("Sending process"):
-            self.at = min(self.at, record.created)
-
-
-def failed_status(error: ChildFailedError, folder: str | None, stopped_at: float) -> int:
-    """The status of an island whose launcher reports failed ranks; `failures` are in the order they
-    were seen.
-
-    78 of any rank is the island's. Status 1 beside a rank that was killed in the same second is
-    taken to follow from that; the launcher itself kills what it has told to end only half a minute
-    later.
-    """
-    failures = list(error.failures.values())
-    first = failures[0]
-    if any(f.exitcode == DECIDE for f in failures):
-        return DECIDE
-    # torch aborts if an interpreter ends with live groups
-    if first.exitcode in (1, -signal.SIGABRT) and saved_before(folder, stopped_at):
-        return SAVED
-    near = (f for f in failures if abs(f.timestamp - first.timestamp) < 5)
-    killed = [f for f in near if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
-    return shell_status(killed[0].exitcode if first.exitcode == 1 and killed else first.exitcode)
-
-
-def _at_starts(folder: str | None, stop: _FirstStop) -> None:
-    """With `--max-restarts` a launcher starts its ranks several times: what those of an earlier
-    start have left counts no more. A single rank gets no store from its launcher.
-    """
-    agent: Any = importlib.import_module(
-        "torch.distributed.elastic.agent.server.local_elastic_agent"
-    ).LocalElasticAgent
-    start = agent._start_workers
-
-    def anew(self: Any, group: Any) -> Any:
-        stop.at = float("inf")
-        for file in Path(folder).glob("rank*") if folder else ():
-            file.unlink(missing_ok=True)
-        if [worker.world_size for worker in group.workers] == [1]:
-            # What its script starts by itself (`mp.spawn`, `debug_launcher`) has its variables.
-            # Those ranks would take the launcher's store for granted, and wait for it at an address
-            # that nobody serves. So the rank serves one itself, where it needs one.
-            type(group.spec.rdzv_handler).use_agent_store = False
-            group.master_port = reserve_port()
-        return start(self, group)
-
-    agent._start_workers = anew
-
-
-def _told_once() -> None:
-    """Let torch's launchers take one SIGTERM. Slurm tells all processes of a step, and a supervisor
-    passes on what it is told: a second one would break off the wait for ranks that save."""
-    api: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
-    handler = api._terminate_process_handler
-
-    def once(number: int, frame: Any) -> None:
-        if number == signal.SIGTERM:
-            signal.signal(number, signal.SIG_IGN)
-        handler(number, frame)
-
-    api._terminate_process_handler = once
 
 
 def _parse(argv: list[str]) -> tuple[int, list[str], list[str]]:
@@ -165,39 +93,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    """torch's launchers, in this process."""
-    gc.disable()  # imports take a fifth less, and what they make stays
-    # late: a process that restarts launchers needs no torch
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    folder, stop = os.environ.get(STATUS_FOLDER), _FirstStop()
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addHandler(stop)
-    _at_starts(folder, stop)
-    _told_once()
-    if any(word.replace("_", "-").startswith("--max-restarts") for word in argv):
-        # torch 2.13: ranks that are started again find the addresses of those before them in the
-        # store that they share with their launcher, and connect to nobody. So rank 0 serves one of
-        # its own (where the rendezvous is dynamic: --standalone, --rdzv-backend c10d).
-        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    module = LAUNCHERS[argv[0]]
-    if argv[:2] == ["accelerate", "launch"]:
-        # accelerate's other commands take a second to import
-        module, argv = "accelerate.commands.launch", ["accelerate launch", *argv[2:]]
-    sys.argv = list(argv)
-    main = importlib.import_module(module).main
-    gc.enable()
-    try:
-        main()
-    except ChildFailedError as error:
-        return failed_status(error, folder, stop.at)
-    except subprocess.CalledProcessError as error:  # `accelerate launch` of one process
-        return shell_status(error.returncode)
-    except SignalException as error:
-        # Told to stop by a signal, and passed it on. Ranks that saved and left make this a clean
-        # stop.
-        return SAVED if saved_before(folder, time.time() + 1) else 128 + int(error.sigval)
-    return 0
+    """torch's launchers, in a process of their own (`torch_launcher.py`)."""
+    adopt_orphans()
+    folder = os.environ[STATUS_FOLDER]
+    heard = Path(folder) / HEARD
+    heard.parent.mkdir(parents=True, exist_ok=True)
+    heard.unlink(missing_ok=True)  # of an earlier start
+    launcher = Launcher(heard)
+    env = {**os.environ, "PYTHONPATH": path_with_site(os.environ)}
+    with launcher.listening():
+        command = [sys.executable, "-m", "fsdp_demo.launch.torch_launcher", *argv]
+        status = launcher.run(command, env, session=True)
+        if status > 128:  # it was killed, as `accelerate launch` of one process is by SIGTERM
+            end_strays()
+            if launcher.told and saved_before(folder, time.time() + 1):
+                return SAVED
+    return status
 
 
 if __name__ == "__main__":

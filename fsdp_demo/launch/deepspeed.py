@@ -20,8 +20,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,49 +31,6 @@ _NODE = "deepspeed.launcher.launch"
 """DeepSpeed's launcher of the ranks of one machine; the runner starts it as `python -u -m`, over
 ssh on other machines.
 """
-
-
-_SITE = """\
-import importlib.util, sys
-from importlib.machinery import PathFinder
-
-
-class Finder:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name != "deepspeed.ops.op_builder.cpu.comm":
-            return None
-        spec = PathFinder.find_spec(name, path)
-        if spec is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module):
-                execute(module)
-                module.ShareMemCommBuilder.is_compatible = lambda self, verbose=False: False
-
-            spec.loader.exec_module = exec_module
-        return spec
-
-
-sys.meta_path.insert(0, Finder)
-others = PathFinder.find_spec("sitecustomize", [path for path in sys.path if path != __file__.rpartition("/")[0]])
-if others is not None:
-    others.loader.exec_module(importlib.util.module_from_spec(others))
-"""  # noqa: E501
-
-
-def without_compiler(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
-    """Variables under which DeepSpeed on a CPU compiles nothing at its first start; `folder` gets a
-    `sitecustomize` for them.
-
-    It would compile an operator for inference (deepspeed_shm_comm), for 30 to 50 s; islands on one
-    machine meet at the lock of that build, and a build that was killed leaves the lock, at which
-    every later start waits for ever. Only the module that declares the operator is touched, when a
-    rank imports it; a `sitecustomize` of the user runs, too.
-    """
-    folder.mkdir(exist_ok=True)
-    (folder / "sitecustomize.py").write_text(_SITE)
-    return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [env.get("PYTHONPATH")])])}
 
 
 class _Child:
@@ -125,7 +80,7 @@ def run(argv: list[str]) -> int:
 
 def node() -> int:
     """DeepSpeed's launcher of the ranks of this machine; returns the status of the rank that failed
-    first (see `__main__.failed_status`).
+    first (see `torch_launcher.failed_status`).
     """
     launcher, stopped_at = importlib.import_module(_NODE), float("inf")
     terminate = launcher.terminate_process_tree

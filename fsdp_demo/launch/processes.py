@@ -15,8 +15,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..status import SAVED
@@ -31,11 +32,30 @@ ATTEMPT = "ISLAND_ATTEMPT"
 LAUNCHED = "ISLAND_LAUNCHED"
 """Variable with the moment at which the launch began, in seconds since the epoch."""
 
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+"""What torch's launchers handle, where TORCHELASTIC_SIGNALS_TO_HANDLE names nothing else."""
+
+SITE = Path(__file__).parent / "site"
+"""Folder of the `sitecustomize` for the processes below a launcher."""
+
+
+def path_with_site(env: Mapping[str, str]) -> str:
+    """PYTHONPATH with `SITE` ahead of what stands there."""
+    before = [place for place in env.get("PYTHONPATH", "").split(os.pathsep) if place]
+    return os.pathsep.join([str(SITE), *(place for place in before if place != str(SITE))])
+
+
 LAUNCHERS = {
     "accelerate": "accelerate.commands.accelerate_cli",
     "torchrun": "torch.distributed.run",
     "deepspeed": "deepspeed.launcher.runner",
 }
+
+
+HEARD = "heard"
+"""File in the folder of statuses: a signal has told the launcher to end."""
+
+PATIENCE = 40.0  # seconds that ranks which a launcher left behind get to save
 
 
 def saved_before(folder: str | None, moment: float) -> bool:
@@ -73,26 +93,88 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
-def start(
-    command: Sequence[str], env: Mapping[str, str], *, apart: bool = False
-) -> subprocess.Popen[bytes]:
-    """Start an island's launcher. It is told to end when this process is gone.
-
-    Args:
-        apart: in a session of its own, without input, and with pipes for its output.
+def start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start an island's launcher without input, with pipes for its output. It is told to end when
+    this process is gone.
     """
-    pipe = subprocess.PIPE if apart else None
     # A session of its own: Ctrl-C in the terminal reaches only this process, which then ends the
     # others in order.
     return subprocess.Popen(
         command,
         env=env,
-        stdin=subprocess.DEVNULL if apart else None,
-        start_new_session=apart,
-        stdout=pipe,
-        stderr=pipe,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         preexec_fn=end_with_parent,
     )
+
+
+class Launcher:
+    """A launcher that runs as a child of this process. The first signal that tells this process to
+    end is passed on to it, once: a second one would break off its wait for ranks that save.
+
+    Args:
+        heard: a file that the launcher makes when a signal has reached it (Slurm tells all
+            processes of a step): then nothing is passed on.
+
+    Attributes:
+        told: the signal that has told this process to end; 0 for none.
+    """
+
+    def __init__(self, heard: Path | None = None) -> None:
+        self._heard, self.told = heard, 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within this context the signals that torch's launchers handle are passed on."""
+        names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", SIGNALS).split(",")
+        known = {s.name: s for s in signal.Signals}
+        numbers = [known[name.strip()] for name in names if name.strip() in known]
+        before = {number: signal.signal(number, self._on_signal) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def run(self, command: Sequence[str], env: Mapping[str, str], session: bool = False) -> int:
+        """Start a launcher and wait for it; its status as a shell shows it.
+
+        Args:
+            session: in a session of its own.
+        """
+        self._process = subprocess.Popen(
+            command, env=env, start_new_session=session, preexec_fn=end_with_parent
+        )
+        if self.told:  # between two of them
+            send([self._process.pid], self.told)
+        return shell_status(self._process.wait())
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self.told:
+            return
+        self.told, end = number, time.monotonic() + 0.5
+        while self._heard is not None and time.monotonic() < end:
+            if self._heard.exists():
+                return
+            time.sleep(0.02)
+        if self._process is not None:
+            send([self._process.pid], number)
+
+
+def end_strays() -> None:
+    """End what a launcher that was killed has left: its ranks would live beside their successors.
+    They get `PATIENCE` seconds to save. Finds them where `adopt_orphans` was called before.
+    """
+    end = time.monotonic() + PATIENCE
+    send(descendants(os.getpid()), signal.SIGTERM)
+    while (left := descendants(os.getpid())) and time.monotonic() < end:
+        reap(())
+        time.sleep(0.1)
+    send(left, signal.SIGKILL)
+    reap(())
 
 
 def _processes() -> Iterator[tuple[int, str, int]]:

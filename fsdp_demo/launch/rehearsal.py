@@ -19,8 +19,7 @@ from pathlib import Path
 from ..errors import counted
 from ..net.link import Link
 from ..status import FOLDER as STATUS_FOLDER
-from .deepspeed import without_compiler
-from .processes import LAUNCHERS, reserve_port
+from .processes import LAUNCHERS, path_with_site, reserve_port
 
 LOCALHOST = "127.0.0.1"
 
@@ -178,7 +177,7 @@ def environment(
     if not visible:
         env["DS_ACCELERATOR"] = "cpu"
         if plan.launcher == "deepspeed":
-            env |= without_compiler(folder / "site", env)
+            env["PYTHONPATH"] = path_with_site(env)
         else:  # Accelerate would leave DeepSpeed out without a word
             env["ACCELERATE_USE_CPU"] = "true"
     return env

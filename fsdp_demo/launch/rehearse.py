@@ -197,7 +197,7 @@ class Supervisor:
             env[LAUNCHED] = str(self.launched)
             Path(env[STATUS_FOLDER]).mkdir()
             words = command(self.plan, self.folder, bool(visible[number]))
-            process = start(words, env, apart=True)
+            process = start(words, env)
             island = RehearsedIsland(env["ISLAND_NAME"], process)
             self.islands.append(island)
             for pipe in (process.stdout, process.stderr):

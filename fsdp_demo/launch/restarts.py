@@ -9,8 +9,6 @@ Each start is a process of its own (`python -m fsdp_demo.launch` without restart
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -18,40 +16,7 @@ from pathlib import Path
 
 from ..status import FOLDER as STATUS_FOLDER
 from ..status import SAVED
-from .processes import (
-    ATTEMPT,
-    LAUNCHED,
-    adopt_orphans,
-    descendants,
-    reap,
-    send,
-    shell_status,
-    start,
-)
-
-PATIENCE = 40.0  # seconds that ranks which a launcher left behind get to save
-
-
-class _Island:
-    """The launcher that runs now, and the signal that has told this process to end."""
-
-    def __init__(self) -> None:
-        self.process: subprocess.Popen[bytes] | None = None
-        self.told = 0
-
-    def on_signal(self, number: int, frame: object) -> None:
-        """Pass SIGTERM on; Ctrl-C in a terminal reaches the launcher by itself."""
-        self.told = number
-        if self.process is not None and number == signal.SIGTERM:
-            send([self.process.pid], number)
-
-    def run(self, words: Sequence[str], env: dict[str, str]) -> int:
-        """Start a launcher and wait for it; its status as a shell shows it."""
-        command = [sys.executable, "-m", "fsdp_demo.launch", *words]
-        self.process = start(command, env)
-        if self.told:  # between two of them
-            send([self.process.pid], signal.SIGTERM)
-        return shell_status(self.process.wait())
+from .processes import ATTEMPT, LAUNCHED, Launcher, adopt_orphans, end_strays
 
 
 def returns(status: int) -> bool:
@@ -75,12 +40,8 @@ def supervise(words: Sequence[str], restarts: int, resume: Sequence[str] = ()) -
         resume: what is added to the script's arguments from the second start on.
     """
     adopt_orphans()
-    island = _Island()
-    before = {
-        number: signal.signal(number, island.on_signal)
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
+    island = Launcher()
+    with island.listening():
         for number in range(restarts + 1):
             # none reads what an earlier one has left
             folder = Path(os.environ[STATUS_FOLDER]) / f"attempt{number}"
@@ -88,28 +49,13 @@ def supervise(words: Sequence[str], restarts: int, resume: Sequence[str] = ()) -
             env = {**os.environ, ATTEMPT: str(number), STATUS_FOLDER: str(folder)}
             if number:
                 env[LAUNCHED] = str(time.time())
-            status = island.run([*words, *(resume if number else ())], env)
+            again = resume if number else ()
+            status = island.run([sys.executable, "-m", "fsdp_demo.launch", *words, *again], env)
             if island.told or number == restarts or not returns(status):
                 break
             sys.stderr.write(
                 f"fsdp_demo.launch: ended with status {status}; restart {number + 1} of "
                 f"{restarts}\n"
             )
-            _end_strays()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+            end_strays()
     return status
-
-
-def _end_strays() -> None:
-    """End what a launcher that was killed has left: its ranks would live beside their
-    successors.
-    """
-    end = time.monotonic() + PATIENCE
-    send(descendants(os.getpid()), signal.SIGTERM)
-    while (left := descendants(os.getpid())) and time.monotonic() < end:
-        reap(())
-        time.sleep(0.1)
-    send(left, signal.SIGKILL)
-    reap(())

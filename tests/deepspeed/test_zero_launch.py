@@ -226,6 +226,7 @@ def test_zero_launch_rehearse_compiles_nothing(tmp_path):
     """A rehearsal on the CPU compiles nothing. A script of somebody else, who has not switched the
     operator off, with the lock of a build that was killed in its way.
     """
+    from fsdp_demo.launch.processes import SITE
     from fsdp_demo.launch.rehearsal import Rehearsal, environment
 
     (tmp_path / "script.py").write_text(BUILT)
@@ -235,7 +236,7 @@ def test_zero_launch_rehearse_compiles_nothing(tmp_path):
     before = os.environ.get("PYTHONPATH", "")
     env = environment(plan, 0, "127.0.0.1:1", tmp_path, "")
     env["PYTHONPATH"] += os.pathsep + str(tmp_path / "user")
-    assert env["PYTHONPATH"].startswith(str(tmp_path / "site")) and before in env["PYTHONPATH"]
+    assert env["PYTHONPATH"].startswith(str(SITE)) and before in env["PYTHONPATH"]
     extensions = tmp_path / "extensions"
     for place in (
         extensions / "deepspeed_shm_comm",

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fsdp_demo import cli
-from fsdp_demo.launch import __main__ as launch
+from fsdp_demo.launch import torch_launcher
 from fsdp_demo.launch.rehearsal import Rehearsal, devices
 from fsdp_demo.launch.rehearsal import command as launched
 from fsdp_demo.launch.rehearse import Console, Splitter
@@ -344,19 +344,23 @@ def failed(*codes: int) -> ChildFailedError:
 
 def test_launch_status_of_failed_ranks(tmp_path: Path) -> None:
     """The status of an island is that of the rank that failed first."""
-    never = float("inf")
-    assert launch.failed_status(failed(3), str(tmp_path), never) == 3
-    assert launch.failed_status(failed(-9, -15), None, never) == 137
-    assert launch.failed_status(failed(75, 1), str(tmp_path), never) == 75
-    assert launch.failed_status(failed(1), str(tmp_path), never) == 1
+    assert torch_launcher.failed_status(failed(3), str(tmp_path), []) == 3
+    assert torch_launcher.failed_status(failed(-9, -15), None, []) == 137
+    assert torch_launcher.failed_status(failed(75, 1), str(tmp_path), []) == 75
+    assert torch_launcher.failed_status(failed(1), str(tmp_path), []) == 1
     (tmp_path / "rank1").write_text("75\n")
-    assert launch.failed_status(failed(1, 75), str(tmp_path), never) == 75, (
+    assert torch_launcher.failed_status(failed(1, 75), str(tmp_path), []) == 75, (
         "rank 1 left first, rank 0 fell over it"
     )
-    assert launch.failed_status(failed(1, 75), str(tmp_path), time.time() - 60) == 1, (
+    told = failed(1, 75)
+    told.failures[0].timestamp = int(time.time()) - 61
+    assert torch_launcher.failed_status(told, str(tmp_path), [time.time() - 60]) == 1, (
         "rank 1 saved because it was told to end"
     )
-    assert launch.failed_status(failed(3, 75), str(tmp_path), never) == 3
+    assert torch_launcher.failed_status(told, str(tmp_path), [time.time() - 90]) == 75, (
+        "ranks of an earlier start were told then"
+    )
+    assert torch_launcher.failed_status(failed(3, 75), str(tmp_path), []) == 3
 
 
 def test_rehearse_splitter_keeps_lines_whole() -> None:

@@ -18,8 +18,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from fsdp_demo import cli
 from fsdp_demo.launch import __main__ as launch
-from fsdp_demo.launch import rehearse, restarts
-from fsdp_demo.launch.processes import reserve_port
+from fsdp_demo.launch import rehearse, restarts, torch_launcher
+from fsdp_demo.launch.processes import SITE, descendants, reserve_port, send
 from fsdp_demo.launch.rehearsal import Rehearsal
 from fsdp_demo.launch.rehearsal import command as launched
 from fsdp_demo.launch.rehearse import Supervisor
@@ -34,13 +34,14 @@ def island(
     """What `supervise` starts; instead of a process each ends with the next number of STATUSES."""
     started: list[tuple[list[str], dict[str, str]]] = []
 
-    def run(self: Any, words: list[str], env: dict[str, str]) -> int:
-        started.append((list(words), env))
+    def run(self: Any, command: list[str], env: dict[str, str]) -> int:
+        assert command[:3] == [sys.executable, "-m", "fsdp_demo.launch"]
+        started.append((command[3:], env))
         return int(os.environ["STATUSES"].split()[len(started) - 1])
 
-    monkeypatch.setattr(restarts._Island, "run", run)
+    monkeypatch.setattr(restarts.Launcher, "run", run)
     monkeypatch.setattr(restarts, "adopt_orphans", lambda: None)
-    monkeypatch.setattr(restarts, "_end_strays", lambda: None)
+    monkeypatch.setattr(restarts, "end_strays", lambda: None)
     monkeypatch.setenv("ISLAND_STATUS", str(tmp_path))
     yield started
 
@@ -113,17 +114,16 @@ def failed(*codes: int, after: int = 0) -> ChildFailedError:
 
 def test_launch_status_of_ranks_that_failed_together(tmp_path: Path) -> None:
     """Of ranks that failed together a kill or a status with a meaning counts."""
-    never = float("inf")
-    assert launch.failed_status(failed(1, -9), None, never) == 137, (
+    assert torch_launcher.failed_status(failed(1, -9), None, []) == 137, (
         "rank 0 fell over the one that was killed"
     )
-    assert launch.failed_status(failed(1, -9, after=30), None, never) == 1, (
+    assert torch_launcher.failed_status(failed(1, -9, after=30), None, []) == 1, (
         "killed by its launcher, because it did not end"
     )
-    assert launch.failed_status(failed(1, -15), None, never) == 1
+    assert torch_launcher.failed_status(failed(1, -15), None, []) == 1
     assert (
-        launch.failed_status(failed(1, 78), None, never)
-        == launch.failed_status(failed(75, 78), None, never)
+        torch_launcher.failed_status(failed(1, 78), None, [])
+        == torch_launcher.failed_status(failed(75, 78), None, [])
         == 78
     )
 
@@ -220,13 +220,26 @@ def test_launch_told_twice_waits_for_ranks_that_save(tmp_path: Path) -> None:
         end = time.monotonic() + 100
         while not (tmp_path / "ready").exists() and time.monotonic() < end:
             time.sleep(0.1)
+        children = descendants(process.pid)
+        send([process.pid, *children], signal.SIGTERM)
         for _ in range(4):
-            process.send_signal(signal.SIGTERM)
             time.sleep(0.2)
+            process.send_signal(signal.SIGTERM)
         assert process.wait(100) == 75
     finally:
         process.kill()
         process.wait()
+
+
+def test_launch_forgets_statuses_of_an_earlier_start(tmp_path: Path) -> None:
+    """A rank that torchrun has started again removes the statuses of starts before its own."""
+    for name in ("rank0", "rank1.1", "rank2.2"):
+        (tmp_path / name).touch()
+    env = {**os.environ, "PYTHONPATH": str(SITE), "ISLAND_STATUS": str(tmp_path)}
+    for start, left in (("0", 3), ("1", 2), ("2", 1)):
+        env["TORCHELASTIC_RESTART_COUNT"] = start
+        subprocess.run([sys.executable, "-c", ""], env=env, check=True)
+        assert len(list(tmp_path.iterdir())) == left
 
 
 def test_launch_single_rank_has_no_agent_store(tmp_path: Path) -> None:
