@@ -290,9 +290,7 @@ class Training:
         self.optimizer.zero_grad()
         line: Any = exchange.peers
         waited = exchange.metrics()["seconds_waiting"] - before
-        epoch = (
-            line._driver.machine.record.epoch if line.elastic and line._driver is not None else -1
-        )
+        epoch = line._driver.machine.record.epoch if line._driver is not None else -1
         told = {
             "loss": loss.item(),
             "tokens": ROWS * LENGTH,
