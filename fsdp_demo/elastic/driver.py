@@ -30,7 +30,8 @@ from .failure_detector import SOON, FailureDetector, ProgressWatch
 from .join_server import JoinServer
 from .message_io import EarlyPieces, Traffic
 from .message_state import RoundMessage
-from .network_loop import CLOSED, LAST_NOTE, NetworkLoop, Stopping
+from .network_loop import CLOSED, LAST_NOTE, NetworkLoop
+from .stopping import Stopping
 from .store_session import StoreSession
 
 log = logging.getLogger("fsdp_demo")

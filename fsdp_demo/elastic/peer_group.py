@@ -27,11 +27,10 @@ from ..errors import PeerLost
 from ..membership.protocol_types import Member, Settlement, first_record
 from ..net.link import TCP_SHARE, Link
 from ..net.tcp import least_round_trip
-from ..peers.collectives import ReceivedMessage
+from ..peers.collectives import ReceivedMessage, new_vector
 from ..peers.connection import PeerConnection
 from ..peers.header import ENDING, SETUP, Header, Meter
 from ..peers.join_messages import Expected
-from ..peers.vector_pool import new_vector
 from .driver import Driver
 from .join_server import DonorFeed
 from .message_state import EarlyMessage, RoundMessage, Vectors, Weigh

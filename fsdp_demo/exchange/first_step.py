@@ -19,8 +19,8 @@ from ..errors import counted, first_few, see
 from ..hosts.base import TrainingHost, named_buffers, plain_name, plain_parts
 from ..peers.header import DIGESTS
 from .refusals import refuse_sparse
+from .rewritten import sums
 from .runtime import StepRuntime
-from .watch import sums
 
 log = logging.getLogger("fsdp_demo")
 

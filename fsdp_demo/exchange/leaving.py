@@ -9,7 +9,7 @@ without it, since the others may never use that part. Payloads of gradients are 
 gradients of the coming step do not exist yet.
 
 If all islands are told to end, nobody is left to count an early part: all stop between the same
-messages (`network_loop.Stopping`), and each saves its own work. In a mesh nobody leaves alone: the
+messages (`stopping.Stopping`), and each saves its own work. In a mesh nobody leaves alone: the
 loss of a replica ends the attempt.
 """
 

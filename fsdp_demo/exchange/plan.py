@@ -161,7 +161,7 @@ def local_shape(shape: Sequence[int], shards: int, shard: int) -> tuple[int, ...
 # * state: kept all the time. Accumulators on the device; anchors and outer momenta there or, with
 #   `offload_outer_state`, in pinned memory. torch rounds each pinned block up to a power of two
 #   (torch 2.13, `CachingHostAllocator.h`), which is not counted: up to as much again. On a CPU a
-#   vector that is sent whole in every step, and its mean, keep their memory (`vector_pool.py`); 4
+#   vector that is sent whole in every step, and its mean, keep their memory (`VectorPool`); 4
 #   bytes per element more while the other islands have not said that they have the last message.
 # * in flight: kept between steps while payloads are under way (`schedule.delay`), at its largest.
 # * workspace: taken on top of both by a step with an exchange, at its largest. A sparse or gathered

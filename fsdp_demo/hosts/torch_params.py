@@ -31,7 +31,8 @@ from .base import (
     strided_offset,
 )
 from .optimizers import materialise
-from .step_hooks import SCALED, OptimizerStepHooks, TickCalls, scales
+from .step_checks import SCALED, scales
+from .step_hooks import OptimizerStepHooks, TickCalls
 
 
 class TorchHost(TrainingHost):

@@ -18,9 +18,9 @@ from fsdp_demo import PeerLost
 from fsdp_demo.elastic import agreement, connect, newcomer, peer_group
 from fsdp_demo.elastic.connect import PeerPosition
 from fsdp_demo.elastic.join_server import JoinServer
-from fsdp_demo.elastic.network_loop import Stopping
 from fsdp_demo.elastic.notes import Stops
 from fsdp_demo.elastic.peer_group import PeerGroup
+from fsdp_demo.elastic.stopping import Stopping
 from fsdp_demo.errors import WireError
 from fsdp_demo.exchange.sending import CommWorker
 from fsdp_demo.membership import protocol_events
