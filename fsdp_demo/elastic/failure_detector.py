@@ -21,7 +21,11 @@ from ..peers.connection import PeerConnection
 from ..peers.poller import Poller
 from .notes import Note, Sign, Stands, say
 
+log = logging.getLogger("fsdp_demo")
+
 BEAT = 0.5  # seconds
+PATIENCE = 30.0
+"""Seconds after which a wait is logged first, if it is not usual; then after twice as many."""
 SOON = 0.03
 """Seconds by which a freeze that another rank tells is delayed: by then this rank has seen the end
 of the same connection, too.
@@ -204,12 +208,6 @@ class FailureDetector:
         if member in self.next_of:
             return self.dead
         return self.meeting if member.incarnation == 0 else 3 * self.dead
-
-
-log = logging.getLogger("fsdp_demo")
-
-PATIENCE = 30.0
-"""Seconds after which a wait is told first, if it is not usual; then after twice as many."""
 
 
 class ProgressWatch:

@@ -20,6 +20,8 @@ from ..peers.header import DIGESTS, PARAMETERS, RESET
 from .runtime import StepRuntime
 from .watch import drift
 
+log = logging.getLogger("fsdp_demo")
+
 
 @contextmanager
 def shown(runtime: StepRuntime, model: torch.nn.Module, what: str) -> Iterator[None]:
@@ -102,9 +104,6 @@ def equal(runtime: StepRuntime) -> bool:
         mark = agreement.digest([t for t, s in both if not s.frozen])
     same = runtime.queue.ask(lambda peers: agreement.all_equal(peers, mark, DIGESTS, runtime.step))
     return not runtime.island.any(same is False)
-
-
-log = logging.getLogger("fsdp_demo")
 
 
 def flush(runtime: StepRuntime) -> None:
