@@ -142,6 +142,25 @@ def conclude(runtime: StepRuntime) -> bool | None:
         )
         set_mean(runtime)
         return None
+    _exchange_last(runtime)
+    if equal(runtime):
+        return True
+    set_mean(runtime)
+    if runtime.topology.rank == 0:
+        log.warning(
+            "%s: parameters differed between islands at the end (unlike hardware, or unlike "
+            "training): they are the mean over the islands now. Those here were %.2g of their norm "
+            "away",
+            runtime.topology.name,
+            runtime.drift,
+        )
+    return equal(runtime)
+
+
+def _exchange_last(runtime: StepRuntime) -> None:
+    """Exchange once more what differs between the replicas: deltas since the last exchange, and
+    parameters.
+    """
     queue = runtime.queue
     moving = [c for c in queue.channels if c.channel.writes_parameters]
     # Channels that queue deltas send first: landing the messages in flight sets the parameters to
@@ -164,15 +183,3 @@ def conclude(runtime: StepRuntime) -> bool | None:
         if c.channel.source == "delta" and not c.channel.equal_after_exchange:
             c.show_anchor()
     runtime.host.commit()
-    if equal(runtime):
-        return True
-    set_mean(runtime)
-    if runtime.topology.rank == 0:
-        log.warning(
-            "%s: parameters differed between islands at the end (unlike hardware, or unlike "
-            "training): they are the mean over the islands now. Those here were %.2g of their norm "
-            "away",
-            runtime.topology.name,
-            runtime.drift,
-        )
-    return equal(runtime)

@@ -93,18 +93,8 @@ def check_inner(
     """Raise ValueError if the preset is not defined for one of the optimizers (of kinds `names`);
     the message says the cure.
     """
-    for optimizer in optimizers if keeps_momentum(config) else ():
-        first = max(group.get("betas", (0.0,))[0] for group in optimizer.param_groups)
-        if first:
-            log.warning(
-                "preset %s keeps a momentum of gradients itself, and %s adds its own: betas[0]=%g. "
-                "With both, training learned little: use betas=(0.0, 0.95), or "
-                "fsdp_demo.base_optimizer%s",
-                config.preset,
-                type(optimizer).__name__,
-                first,
-                see("wrong-optimizer"),
-            )
+    if keeps_momentum(config):
+        _warn_of_second_momentum(config.preset, optimizers)
     if {"any", "as_is"} & set(config.inner_optimizers):
         return
     muon = {"muon", "muonadamw"}
@@ -127,6 +117,21 @@ def check_inner(
                 f"preset {config.preset!r} is defined for {wanted}, found {found}: build it by "
                 "fsdp_demo.base_optimizer(config, params, lr)"
                 f"{form}, or insist with inner_optimizers='as_is'{see('wrong-optimizer')}"
+            )
+
+
+def _warn_of_second_momentum(preset: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        first = max(group.get("betas", (0.0,))[0] for group in optimizer.param_groups)
+        if first:
+            log.warning(
+                "preset %s keeps a momentum of gradients itself, and %s adds its own: betas[0]=%g. "
+                "With both, training learned little: use betas=(0.0, 0.95), or "
+                "fsdp_demo.base_optimizer%s",
+                preset,
+                type(optimizer).__name__,
+                first,
+                see("wrong-optimizer"),
             )
 
 

@@ -166,12 +166,16 @@ class SiblingWatch:
             see("one-rank-calls"),
         )
         if parted:
-            tell_launcher(self._rank, DECIDE)
-            # all at one moment, when all have seen why: to each other's main threads the end of one
-            # is an error, and the store may end with it
-            at = self._store.compare_set(f"{self._key}/end", "", str(time.time() + 3 * BEAT))
-            self._over.wait(float(at) - time.time())
-            leave(DECIDE)
+            self._end_together()
+
+    def _end_together(self) -> None:
+        """End this process with status 78, at the same moment as the other ranks, when all have
+        seen why: to their main threads the end of one is an error, and the store may end with it.
+        """
+        tell_launcher(self._rank, DECIDE)
+        at = self._store.compare_set(f"{self._key}/end", "", str(time.time() + 3 * BEAT))
+        self._over.wait(float(at) - time.time())
+        leave(DECIDE)
 
 
 def _collectives() -> int:

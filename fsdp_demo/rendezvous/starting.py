@@ -151,10 +151,9 @@ def gather(
             log.warning(what, noun, names, place.run, _where(place), deadline - now)
         return missing
 
+    wait = _wait(place, islands, more)
     try:
-        return at.gather(
-            name, islands, form, place.timeout, **_wait(place, islands, more), look=look
-        )
+        return at.gather(name, islands, form, place.timeout, **wait, look=look)
     except NotAllCame:
         if place.elastic and not at.get("begun"):  # so nobody waits for one that has left
             at.compare_set("ended", "", str(place.island))
