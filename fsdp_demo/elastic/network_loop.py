@@ -64,10 +64,10 @@ class NetworkLoop(ABC):
         self._soon.append((time.monotonic() + seconds, job))
 
     def wait(self, reached: Callable[[], bool], seconds: float) -> bool:
-        """Ask the members how far they are, and wait for what follows from it, or until this rank
-        has ended; whether it is reached. In another thread.
+        """Ask the peers how far they are, and wait until `reached`, or until this rank has ended;
+        returns whether it is reached. From another thread.
         """
-        self.do(lambda: self.detector.say(BeatWanted(), self.detector.notes.values()))
+        self.do(lambda: self.detector.send(BeatWanted(), self.detector.notes.values()))
         self._wait(lambda: reached() or self._closed or self._left, seconds)
         return reached()
 
@@ -77,9 +77,9 @@ class NetworkLoop(ABC):
         return reached or self._left or self._failed == CLOSED
 
     def _let_land(self) -> None:
-        """Wait a moment until the others have what was delivered here. The note of the end takes a
-        connection of its own: those that hear it before a message settle without this rank, which
-        has it.
+        """Wait at most `LAST_NOTE` seconds until the peers have delivered what this rank has. The
+        note of the end has a connection of its own: a peer that reads it before this rank's last
+        message would settle that message without this rank.
         """
         had = self.machine.landed
         self.wait(lambda: not self.machine.unread(had), LAST_NOTE)
@@ -91,7 +91,7 @@ class NetworkLoop(ABC):
     # ---- in the network thread -----------------------------------------------------------------
 
     def begin(self) -> None:
-        """From now on each look at the sockets is followed by a turn."""
+        """Let the poller call the driver's turn after each look at the sockets."""
         self._poller.between = self._turn
         self._poller.pause, self._poller.failed = self._pause, self._has_failed
 
@@ -116,7 +116,7 @@ class NetworkLoop(ABC):
         heartbeats."""
         if self._jobs:
             return 0.0
-        return SOON / 2 if self._soon or self.detector.soon else BEAT / 2
+        return SOON / 2 if self._soon or self.detector.awaits_end else BEAT / 2
 
     def _turn(self) -> None:
         if self._closed:

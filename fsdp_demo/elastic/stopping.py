@@ -21,8 +21,8 @@ ABANDONED = "all islands are told to end, and not all send this message: it is s
 
 
 class Stopping:
-    """What one rank and its peers say about their end. Runs in the network thread, but for
-    `stop_with_all`; the attributes are read from any thread.
+    """Which peers are told to end, and after which message each of them sends no more. Runs in the
+    network thread, but for `stop_with_all`; the attributes are read from any thread.
 
     Args:
         told_to_end: asked whether this rank was told to end.
@@ -54,9 +54,9 @@ class Stopping:
         """Note the newest message of this rank."""
         self.last = message
 
-    def look(self, again: bool = False) -> None:
-        """Tell the others that this rank was told to end, and where it ends: once for each change,
-        or `again`.
+    def announce(self, again: bool = False) -> None:
+        """Tell peers and siblings that this rank was told to end, and the first message that it
+        never sends: once for each change, or `again`.
         """
         rank, detector = self._loop.machine, self._loop.detector
         if self._told_to_end():
@@ -68,11 +68,11 @@ class Stopping:
         note = Stops(end, self.together, applied_at)
         if note != self._said or again:
             self._said = note
-            detector.say(note, [*detector.notes.values(), *detector.siblings.values()])
+            detector.send(note, [*detector.notes.values(), *detector.siblings.values()])
 
-    def hear(self, note: Stops, member: Member | None) -> None:
-        """Take the note of a peer that is told to end; of another rank of this island where
-        `member` is None. A peer that says that all are told to end has heard so from each.
+    def take(self, note: Stops, member: Member | None) -> None:
+        """Keep what a peer, or another rank of this island (`member` is None), says of its end. A
+        peer that says that all are told to end has heard so from each.
         """
         me = self._loop.machine.me
         if member is None:
@@ -95,7 +95,7 @@ class Stopping:
         self._ends.setdefault(rank.me, rank.next)
         if applied_at >= 0:
             self._applied_at[rank.me] = applied_at
-        self.look()
+        self.announce()
 
     def give_up_last(self) -> None:
         """Wait no longer for the last message, where it is abandoned and not delivered."""
@@ -122,7 +122,7 @@ class Stopping:
         return self.together and member in self._ends and has_all
 
     def _settled(self) -> bool:
-        """Whether all members have said where they end, and have what all have sent."""
+        """Whether all members have said where they end, and have delivered what comes before."""
         rank = self._loop.machine
         known = set(rank.record.members) - rank.lost <= self._applied_at.keys()
         return known and rank.landed >= self._below and not rank.unread(self._below)

@@ -83,11 +83,11 @@ class Noted:
         self.sums: dict[str, int] | None = None
 
     def note(self) -> None:
-        """Take the sums now: one pass over the tensors, one read from the device."""
+        """Take the checksums now: one pass over the tensors, one read from the device."""
         self.sums = self._now() if self._device.type != "meta" else None
 
     def moved(self) -> list[str]:
-        """The names of the tensors whose values are others now."""
+        """The names of the tensors whose checksums have changed since `note`."""
         now, then = self._now(), self.sums or {}
         return [name for name in then if now.get(name, then[name]) != then[name]]
 

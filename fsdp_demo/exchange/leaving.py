@@ -129,7 +129,7 @@ def say(runtime: StepRuntime, seconds: float) -> bool:
 
 
 def _fate(runtime: StepRuntime, due: list[ChannelRunner], step: int, held: bool) -> str:
-    """A sentence on whether the others hold the steps since the last exchange, counted from 1."""
+    """A sentence on whether the others hold this island's steps since the last exchange."""
     first = 1 + max(min(runtime.queue.last.get(c.channel.name, 0) for c in due), 0)
     taken = f"steps {first} to {runtime.step}" if first < runtime.step else f"step {runtime.step}"
     if held:
@@ -295,7 +295,7 @@ class Departures:
             self._presence.end("left")
 
     def finish(self, step: int) -> None:
-        """End the run at `step`: all islands have read the last messages before any closes."""
+        """End the run at `step`, when all islands have read the last messages."""
         if (peers := self._connections.peers) is not None:
             peers.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"), END, step)
             peers.wait_read(peers.timeout)

@@ -227,7 +227,7 @@ def _take_ticks(runtime: StepRuntime, following: Following | None) -> int:
 
 
 def _next(runtime: StepRuntime, following: Following | None) -> Tick | None:
-    """The donor's next step; None when this island goes on by itself."""
+    """The donor's next step to repeat; None when this island has caught up."""
 
     def ask() -> list[Any]:
         assert following is not None, "the first rank of an island has a peer group"

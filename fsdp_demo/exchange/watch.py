@@ -290,9 +290,9 @@ class Watch:
                 first_few(always, 3),
             )
 
-    def hear(self, headers: Sequence[Header], stop: int) -> None:
-        """Take loss and stop flags from the headers of a message, once the island has voted that it
-        is here. stop: its flags on any rank.
+    def take_loss_and_stop(self, headers: Sequence[Header], stop: int) -> None:
+        """Take the mean loss and the stop flags from the headers of a message, once the island has
+        voted that it is here. stop: its flags on any rank.
         """
         self.stop |= stop
         losses = [h.loss for h in headers if not math.isnan(h.loss)]

@@ -197,7 +197,7 @@ def misfit(
     kinds: Sequence[str] | None,
     saved: Iterable[tuple[str, Tensor, set[str]]],
 ) -> str:
-    """A sentence that says why saved states do not fit the optimizers here; empty where they do.
+    """A sentence on why saved states do not fit the optimizers here; empty where they fit.
 
     Args:
         kinds: `optimizer_kind` of the optimizers that saved them; None: not known.

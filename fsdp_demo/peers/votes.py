@@ -72,18 +72,18 @@ class Ranks:
         return list(t.tolist())
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank says so."""
+        """Whether the argument is true on any rank."""
         return bool(self.max(float(flag))[0])
 
     def same(self, number: int) -> bool:
-        """Whether all ranks say the same, less than 2^53."""
+        """Whether all ranks bring the same whole number, below 2^53."""
         most, least = self.max(number, -number)
         return most == -least
 
     # ---- values --------------------------------------------------------------------------------
 
     def everyone(self, value: Any) -> list[Any]:
-        """What every rank says (JSON), in the order of the ranks."""
+        """The JSON value of each rank, in the order of the ranks."""
         if self.group is None:
             return [value]
         mine = json.dumps(value).encode()
@@ -228,7 +228,7 @@ class VotePace:
         return math.inf if math.isnan(passed) else passed
 
     def agreed(self, slowest: float) -> None:
-        """The vote is over: `slowest` is the largest `seconds` of all ranks."""
+        """Set the pace after a vote: `slowest` is the largest `seconds` of all ranks."""
         wanted = int(min(VOTE_EVERY / max(slowest, 1e-9), VOTE_STEPS))
         self.steps = max(1, min(wanted, 2 * self.steps))
         self._since, self._taken = time.monotonic(), 0

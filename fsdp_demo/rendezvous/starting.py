@@ -200,14 +200,14 @@ def where(at: Store, island: int) -> str:
 
 
 class _Beats:
-    """The beats of islands, and when each was last seen to move."""
+    """The beats of islands in the store, and when the key of each was last seen to change."""
 
     def __init__(self, at: Store):
         self._at, self._moved = at, dict[int, tuple[str, float]]()
 
     def gone(self, islands: Iterable[int]) -> set[int]:
-        """Those of these islands whose beats have stopped, as far as it is known by now. In a mesh
-        none beats.
+        """Those of these islands whose beats have stopped, as far as it is known. In a mesh none
+        beats.
         """
         now, keys = time.monotonic(), {i: f"beat/{i}" for i in islands}
         for i, beats in zip(keys, self._at.get_all(list(keys.values())), strict=True):
@@ -250,7 +250,9 @@ class _Starters:
         return False
 
     def hear(self, i: int, begins: bool = True) -> None:
-        """What island i says of itself, compared with this one."""
+        """Compare the numbers that island i has noted with this one's. Raises Unlike if they
+        differ.
+        """
         other, p = self._at.note(f"came/{i}", f"island {i}", Came), self._place
         numbers: list[tuple[str, Any, Any]] = [
             ("ISLAND_COUNT", other["count"], p.count),

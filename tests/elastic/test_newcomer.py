@@ -369,10 +369,10 @@ def test_stop_keeps_a_question_that_the_newcomer_is_not_asked() -> None:
     rank = entered(members[0], 0, 1, planned, window=9)
     for n in range(6):
         rank, _ = rank.step(protocol_events.Launched(n, "gather", question=n == 5))
-    detector = SimpleNamespace(notes={}, siblings={}, say=lambda note, wires: None)
+    detector = SimpleNamespace(notes={}, siblings={}, send=lambda note, wires: None)
     stopping = Stopping(SimpleNamespace(machine=rank, detector=detector), lambda: False)
     stopping.end()
-    stopping.hear(Stops(5, True, -1), members[2])
+    stopping.take(Stops(5, True, -1), members[2])
     assert not stopping.abandoned(5) and stopping.abandoned(6)
 
 
