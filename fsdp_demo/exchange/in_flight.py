@@ -265,9 +265,7 @@ class InFlightQueue:
         self.norms.load({})
 
     def note_unsent(self) -> None:
-        """Mark messages without an answer as lost: all islands have stopped together, so none will
-        come, and they are saved as unsent.
-        """
+        """Mark messages without an answer as lost, to be saved as unsent: all islands stop."""
         futures = [f.future for f in self.flights if f.future is not None]
         self.broken |= any(not f.done() or f.exception() is not None for f in futures)
 

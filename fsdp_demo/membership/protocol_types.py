@@ -162,9 +162,7 @@ class Record:
         return tuple([m for m, base in zip(self.members, self.base, strict=True) if base <= n])
 
     def default(self, n: int) -> Settlement:
-        """How message n is settled if the record says nothing: all members that take part, in this
-        view.
-        """
+        """The settlement of message n, if the record has none: all its members, in this view."""
         return Settlement(n, self.contributors(n), self.view)
 
     def settlement(self, n: int) -> Settlement:

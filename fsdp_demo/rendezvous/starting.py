@@ -206,9 +206,7 @@ class _Beats:
         self._at, self._moved = at, dict[int, tuple[str, float]]()
 
     def gone(self, islands: Iterable[int]) -> set[int]:
-        """Those of these islands whose beats have stopped, as far as it is known. In a mesh none
-        beats.
-        """
+        """Those of these islands whose beats are known to have stopped; in a mesh none beats."""
         now, keys = time.monotonic(), {i: f"beat/{i}" for i in islands}
         for i, beats in zip(keys, self._at.get_all(list(keys.values())), strict=True):
             if i not in self._moved or self._moved[i][0] != beats:
@@ -250,9 +248,7 @@ class _Starters:
         return False
 
     def hear(self, i: int, begins: bool = True) -> None:
-        """Compare the numbers that island i has noted with this one's. Raises Unlike if they
-        differ.
-        """
+        """Compare the numbers that island i has noted with this one's; Unlike if they differ."""
         other, p = self._at.note(f"came/{i}", f"island {i}", Came), self._place
         numbers: list[tuple[str, Any, Any]] = [
             ("ISLAND_COUNT", other["count"], p.count),
