@@ -445,9 +445,7 @@ class Driver(NetworkLoop):
         return f"{self.labels(member.slot)} {how}"
 
     def _count_lost(self, found: Mapping[Member, str]) -> None:
-        """Count peers as lost, for these reasons. One report names them all: it is written once in
-        a view.
-        """
+        """Count peers as lost, for these reasons. One report a view names them all."""
         if not found or self.machine.state in ("left", "expelled"):
             return  # nobody, or this rank is nobody's peer any more
         here = set(self.machine.record.members) - self.machine.lost

@@ -328,9 +328,7 @@ class DonorFeed:
 
     @property
     def follows(self) -> bool:
-        """Whether an island has a snapshot and wants ticks. Asked on the first rank of the island
-        only.
-        """
+        """Whether an island has a snapshot and wants ticks. Asked on an island's first rank."""
         return self._join_server.first and self._served is not None
 
     @property

@@ -267,9 +267,7 @@ class Traffic:
         self._streams.clear()
 
     def adopt(self, record: Record) -> None:
-        """A view begins: its frames pass from now on, and what others forward is waited for from
-        them.
-        """
+        """Let the frames of a new view pass, and wait for what its members forward."""
         with self._poller.lock:
             for wires in self._detector.connections.values():
                 for wire in wires:

@@ -144,7 +144,5 @@ class NetworkLoop(ABC):
             self._jobs.popleft()()
 
     def _notes_handed_over(self) -> bool:
-        """Whether ZeroMQ has all queued notes. Closing a connection drops those that are still
-        queued here.
-        """
+        """Whether ZeroMQ has all queued notes. Closing a connection drops the rest."""
         return not any(wire.waiting and not wire.gone for wire in self.detector.wires)

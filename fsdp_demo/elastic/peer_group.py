@@ -460,9 +460,7 @@ class PeerGroup:
         return self._driver.wait_read(self._next, seconds)
 
     def release(self) -> None:
-        """Close the connections; the others hear that this island has finished, or that it
-        leaves.
-        """
+        """Close the connections; the others hear that this island has finished, or leaves."""
         if self._driver is not None:
             self._driver.close(self._ending or self.fixed, 5.0)
         elif self.following is not None:

@@ -158,9 +158,7 @@ def conclude(runtime: StepRuntime) -> bool | None:
 
 
 def _exchange_last(runtime: StepRuntime) -> None:
-    """Exchange once more what differs between the replicas: deltas since the last exchange, and
-    parameters.
-    """
+    """Exchange what differs between the replicas: deltas since the last exchange, parameters."""
     queue = runtime.queue
     moving = [c for c in queue.channels if c.channel.writes_parameters]
     # Channels that queue deltas send first: landing the messages in flight sets the parameters to

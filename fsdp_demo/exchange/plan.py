@@ -101,9 +101,7 @@ class Plan:
         )
 
     def most(self) -> Meter:
-        """The step that sends the most bytes, within a cycle (all channels at once where the cycle
-        is long).
-        """
+        """The step of a cycle that sends the most bytes (all channels, where a cycle is long)."""
         if self.cycle > 10_000:
             return self._counts(range(len(self.sections)))
         return max(

@@ -262,9 +262,7 @@ def room(
 
 
 def _counter(group: dict[str, Any], p: Tensor) -> Tensor:
-    """A step counter at zero, as torch makes it: on the host unless the optimizer's kernels
-    count.
-    """
+    """A step counter at zero, as torch makes it: on the host unless the kernels count."""
     wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
     there = p.device if group["capturable"] or group["fused"] else torch.device("cpu")
     return torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=there)

@@ -287,17 +287,13 @@ def reshard(model: torch.nn.Module | None) -> None:
 
 
 def unwrap_model(model: torch.nn.Module | None) -> Any:
-    """The model without the wrappers of torch.compile and DDP around it; None where there is
-    none.
-    """
+    """The model without the wrappers of torch.compile and DDP; None where there is none."""
     inner: Any = getattr(model, "_orig_mod", model)
     return inner.module if isinstance(inner, DistributedDataParallel) else inner
 
 
 def layers(optimizer: Any) -> list[Any]:
-    """An optimizer, and those that it wraps under `.optimizer`, as Accelerate does: the innermost
-    one last.
-    """
+    """An optimizer and those that it wraps under `.optimizer` (Accelerate), the innermost last."""
     found = [optimizer]
     while not type(found[-1]).__module__.startswith("torch.optim"):
         inner = getattr(found[-1], "optimizer", None)

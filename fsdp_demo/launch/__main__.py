@@ -76,9 +76,7 @@ def _parse(argv: list[str]) -> tuple[int, list[str], list[str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a launcher (a name in `LAUNCHERS`) with the arguments after it; returns the island's
-    status.
-    """
+    """Run a launcher (a name in `LAUNCHERS`) with its arguments; returns the island's status."""
     restarts, resume, argv = _parse(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault(LAUNCHED, str(time.time()))
     with tempfile.TemporaryDirectory(prefix="fsdp-demo-") as folder:

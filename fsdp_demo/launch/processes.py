@@ -258,9 +258,7 @@ def send(pids: Iterable[int], number: int) -> None:
 
 
 def reap(known: Iterable[int]) -> None:
-    """Collect adopted children that have ended; those in `known` are left to their `Popen`
-    objects.
-    """
+    """Collect adopted children that have ended; `Popen` objects collect those in `known`."""
     known = set(known)
     for pid, state, parent in _processes():
         if state == "Z" and parent == os.getpid() and pid not in known:

@@ -209,9 +209,7 @@ class Rank:
         return piece in needed(kind, settled)
 
     def _kept(self, entry: OpenMessage) -> OpenMessage:
-        """An open message as a new view begins: without the pieces that its settlement there does
-        not name.
-        """
+        """An open message at the start of a view: without pieces that its settlement lacks."""
         pieces = frozenset(p for p in entry.pieces if self._wanted(entry.n, entry.kind, p))
         return replace(entry, pieces=pieces, shares=frozenset())
 
@@ -347,9 +345,7 @@ class Rank:
         return (self, few) if few else self._freeze()
 
     def _freeze(self) -> tuple[Rank, Actions]:
-        """Stop receiving, then report which messages this rank holds; once in a view
-        (freeze-first).
-        """
+        """Stop receiving, and report which messages this rank holds; once a view (freeze-first)."""
         held = tuple(HeldMessage(e.n, e.kind, e.delivered, e.pieces) for e in self.open)
         heard = frozenset(self.record.members) - self.lost
         base = zip(self.record.members, self.record.base, strict=True)
@@ -412,9 +408,7 @@ class Rank:
         return self._adopt(record)
 
     def _with_record(self, record: Record) -> Rank:
-        """This rank with `record` as its newest; how far each remaining member has delivered is
-        kept.
-        """
+        """This rank with `record` as its newest; how far each member has delivered is kept."""
         known = dict(zip(self.record.members, self.heard, strict=True))
         moved = dict(zip(self.record.members, self.record.base, strict=True))
         record = record.begun_at(moved.get(m, 0) for m in record.members)

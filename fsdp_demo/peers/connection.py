@@ -234,9 +234,7 @@ class PeerConnection:
         return self._head is not None
 
     def wants(self) -> int:
-        """The events that the poller waits for on this socket; none until it is known which peer
-        may greet.
-        """
+        """The events that the poller waits for; none until it is known which peer may greet."""
         if self.socket.closed or not self._theirs:
             return 0
         full = self.most is not None and len(self.notes) >= self.most
@@ -424,9 +422,7 @@ class PeerConnection:
             piece.there = True
 
     def close(self, linger: float) -> None:
-        """Close the sockets; what was handed over leaves within `linger` seconds, in the
-        background.
-        """
+        """Close the sockets; what was handed over leaves behind, within `linger` seconds."""
         if self.socket.closed:
             return
         self.poller.forget(self)

@@ -211,9 +211,7 @@ class Sealed(NamedTuple):
 
 
 def claimed(head: bytes) -> tuple[Header, int]:
-    """The header that the first 56 bytes of a message claim to be, and the bytes of its body; not
-    checked.
-    """
+    """The header that a message's first 56 bytes claim, and the bytes of its body; not checked."""
     fields = HEADER.unpack(head)
     return _read(fields), fields[7] % (1 << LENGTH_BITS)
 

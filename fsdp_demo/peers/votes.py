@@ -54,9 +54,7 @@ class Ranks:
     # ---- numbers -------------------------------------------------------------------------------
 
     def max(self, *values: float) -> list[float]:
-        """Element-wise maximum over the ranks. Exact up to 2^53, on devices that lack fp64 up to
-        2^24.
-        """
+        """Element-wise maximum over the ranks. Exact to 2^53, on devices without fp64 to 2^24."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def sum(self, *values: float) -> list[float]:
@@ -121,9 +119,7 @@ class Ranks:
     # ---- work ----------------------------------------------------------------------------------
 
     def together(self, work: Callable[[], T], what: str) -> T:
-        """What `work` gives on each rank; an error of one is raised on all, of its kind:
-        `settle`.
-        """
+        """What `work` gives on each rank; an error of one is raised on all, as `settle` says."""
         result, error = None, None
         try:
             result = work()
@@ -216,9 +212,7 @@ class VotePace:
         self.steps = 1
 
     def due(self, now: bool = False) -> bool:
-        """Count a step; whether the island votes at its end. now: it does in any case, on all
-        ranks.
-        """
+        """Count a step; whether the island votes at its end. now: it does, on all ranks."""
         self._taken += 1
         return now or self._taken >= self.steps
 

@@ -66,9 +66,7 @@ class IslandGroup(Ranks):
                 self.copies = group if shard == position.shard else self.copies
 
     def broadcast(self, work: Tensor) -> None:
-        """Give the ranks with the same shard the bytes of the first of them, in place (uint8 on the
-        CPU).
-        """
+        """Give ranks with the same shard the bytes of the first, in place (uint8 on the CPU)."""
         if self.position.num_copies == 1:
             return
         group = self.copies if self.position.num_shards > 1 else self.group
@@ -142,9 +140,7 @@ class IslandGroup(Ranks):
         return math.sqrt(self.sum(float(square))[0])
 
     def _square(self, tensors: Sequence[Tensor], repeats: Sequence[int] = ()) -> Tensor:
-        """Squared norm of local tensors, each by its share of `repeats`: fp32 scalar on the
-        device.
-        """
+        """Squared norm of local tensors, by their share of `repeats`: fp32 scalar on the device."""
         norms = torch._foreach_norm(list(tensors), dtype=torch.float32) if tensors else ()
         if not norms:
             return torch.zeros((), device=self.device, dtype=torch.float32)

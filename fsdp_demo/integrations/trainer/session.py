@@ -179,9 +179,7 @@ class Session(TrainerCallback):
         self._steps_in_epoch = 0
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After an agreed stop, whose checkpoint is written by now, the islands part with one
-        model.
-        """
+        """After an agreed stop, whose checkpoint is written, the islands part with one model."""
         if self.live is None:
             return
         if control.should_log:
