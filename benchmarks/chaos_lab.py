@@ -22,10 +22,10 @@ from fsdp_demo.launch.processes import (
     descendants,
     reap,
     reserve_port,
+    returns,
     send,
     shell_status,
 )
-from fsdp_demo.launch.restarts import returns
 
 SCRIPT = Path(__file__).with_name("chaos_island.py")
 FRESH = 3.0

@@ -39,12 +39,12 @@ def _device() -> torch.device:
     return torch.device(get_accelerator().current_device_name())
 
 
-def told(values: Sequence[str]) -> str:
+def by_value(values: Sequence[str]) -> str:
     """The distinct values of all ranks as text, each with the ranks that have it.
 
     Example:
-        >>> from deepspeed_ext.all_ranks import told
-        >>> told(["8", "8", "8", "4"])
+        >>> from deepspeed_ext.all_ranks import by_value
+        >>> by_value(["8", "8", "8", "4"])
         '8 on ranks 0-2; 4 on rank 3'
     """
     ranks: dict[str, list[int]] = {}

@@ -24,7 +24,7 @@ from torch.utils.data import DistributedSampler
 
 from fsdp_demo.peers.votes import Ranks
 
-from .all_ranks import told
+from .all_ranks import by_value
 from .checkpoint_methods import separate
 
 TOTAL = "train_batch_size"
@@ -201,7 +201,7 @@ def _agree(mpu: Any, original: Callable[..., Any], ints: list[int]) -> None:
     if len(set(said)) > 1:
         raise RuntimeError(
             f"the ranks {list(mpu.ranks)} of one node disagree on the order of modules or "
-            f"parameters (ZeRO-3), counted from 0 in the node: {told(said)}"
+            f"parameters (ZeRO-3), counted from 0 in the node: {by_value(said)}"
         )
 
 

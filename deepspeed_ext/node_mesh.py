@@ -30,7 +30,7 @@ from fsdp_demo.errors import see
 from fsdp_demo.rendezvous.environment import patience
 from fsdp_demo.rendezvous.mesh import meeting_place
 
-from .all_ranks import local_ranks, told
+from .all_ranks import by_value, local_ranks
 from .all_ranks import world as all_ranks
 from .confinement import replace
 
@@ -125,8 +125,8 @@ def check_size(node_size: Any) -> None:
     sizes = all_ranks().everyone(repr(node_size))
     if len(set(sizes)) > 1:
         raise ValueError(
-            f"shard_within_node was called with different sizes: {told(sizes)}. Give one number on "
-            "all ranks"
+            f"shard_within_node was called with different sizes: {by_value(sizes)}. Give one "
+            "number on all ranks"
         )
     # a shard over two machines would cross the slow link
     ranks = {"the world": dist.get_world_size(), "a machine (LOCAL_WORLD_SIZE)": local_ranks()}
@@ -267,7 +267,7 @@ def compare_environment() -> None:
         if len(set(values)) == 1:
             continue
         raise ValueError(
-            f"ranks of one launch have different {name}: {told(values)}. All need the same "
+            f"ranks of one launch have different {name}: {by_value(values)}. All need the same "
             "ISLAND_* variables; a hostfile launch passes them on only if they stand in "
             ".deepspeed_env (NAME=value lines, in the home directory or where `deepspeed` is "
             f"called){see('hostfile')}"

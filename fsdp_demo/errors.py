@@ -81,9 +81,7 @@ class PeerLost(RuntimeError):
 
 
 class StoreSilent(PeerLost):
-    """The store did not answer in time, or its connection is gone. What was asked may have happened
-    or not.
-    """
+    """The store did not answer in time, or is gone. What was asked may have happened or not."""
 
 
 class WireError(RuntimeError):

@@ -24,9 +24,7 @@ FOLDER = "ISLAND_STATUS"
 
 
 def tell_launcher(rank: int, status: int) -> None:
-    """Write the status of a rank of this island where `fsdp_demo.launch` and rehearsals look for
-    it.
-    """
+    """Write a rank's status where `fsdp_demo.launch` and rehearsals look for it."""
     folder = os.environ.get(FOLDER)
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)

@@ -20,9 +20,9 @@ from torch.distributed import HashStore
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Link, automatic, preset
-from fsdp_demo.automatic import earlier_choice, first_steps
-from fsdp_demo.automatic.first_steps import chosen as chosen_in
-from fsdp_demo.automatic.first_steps import coarse
+from fsdp_demo.automatic import earlier_choice, first_steps, measuring
+from fsdp_demo.automatic.measuring import chosen as chosen_in
+from fsdp_demo.automatic.measuring import coarse
 from fsdp_demo.checkpoint.exchange_state import describe_part
 from fsdp_demo.config.auto import MEASURED, AutoChoice, AutoConfig, undecided
 from fsdp_demo.errors import StoreSilent
@@ -496,7 +496,7 @@ def test_auto_ranks_with_unlike_clocks_send_equally_many(run_ranks: Any) -> None
 
     def run(me: Any) -> tuple[str, int]:
         if me.proc:  # the time of the measurement is up at once
-            first_steps.time = SimpleNamespace(monotonic=lambda: 1000 * time.monotonic())  # type: ignore[attr-defined]
+            measuring.time = SimpleNamespace(monotonic=lambda: 1000 * time.monotonic())  # type: ignore[attr-defined]
         model = sharded(model_of(), 2)
         optimizer = optimizer_of("adamw", model)
         exchange = fsdp_demo.attach(optimizer, "auto", model=model)
@@ -509,7 +509,7 @@ def test_auto_ranks_with_unlike_clocks_send_equally_many(run_ranks: Any) -> None
     found = run_ranks(run, 2, 2, timeout=60)
     assert len({chosen for chosen, _ in found}) == 1
     # both sent the first message, and nothing that the slower clock forbids
-    assert all(first_steps.SIZES[0] < sent < 4 * first_steps.SIZES[2] for _, sent in found)
+    assert all(measuring.SIZES[0] < sent < 4 * measuring.SIZES[2] for _, sent in found)
 
 
 def test_auto_step_ends_with_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

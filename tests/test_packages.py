@@ -203,7 +203,7 @@ def test_packages_import_by_a_neighbour_is_found(tmp_path: Path) -> None:
     written(
         tmp_path,
         {
-            "launch/restarts.py": "from ..integrations import mesh",
+            "launch/processes.py": "from ..integrations import mesh",
             "integrations/mesh.py": "from ..net import link",
         },
     )

@@ -104,7 +104,7 @@ def test_packaging_commands_start_without_torch() -> None:
         "cli",
         "store.server",
         "launch.rehearse",
-        "launch.restarts",
+        "launch.processes",
         "launch.__main__",
         "config.methods",
         "status",

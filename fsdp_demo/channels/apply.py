@@ -48,9 +48,7 @@ class Arrival:
 
 
 def as_gradient(c: LocalChannel, mean: DecodedMean | None, arrival: Arrival) -> None:
-    """Make the mean, or its signs, the gradient of the covered tensors for which any replica had
-    one.
-    """
+    """Make the mean, or its signs, the gradient of covered tensors that have one anywhere."""
     assert arrival.present is not None
     sign, targets = c.channel.applier.sign, c.set_gradients(arrival.present)
     with make_transform(c.channel.codec, c.host.device) as made:

@@ -188,9 +188,7 @@ class ChannelRunner(LocalChannel):
         gain: float,
         keep: Tensor | None = None,
     ) -> None:
-        """accumulator = beta accumulator + gain T(source in `tensors`); the source goes to `keep`,
-        too.
-        """
+        """accumulator = beta accumulator + gain T(source in `tensors`); `keep` gets the source."""
         assert self.accumulator is not None
         delta = self.channel.source == "delta"
         common, rates = self._rates()
@@ -331,9 +329,7 @@ class ChannelRunner(LocalChannel):
             then._into_accumulator(tensors, (), 1.0 / settings.beta, -settings.gain / settings.beta)
 
     def drop(self, out: ChannelPayload) -> None:
-        """Zero the accumulator and this replica's own part in a payload that the others have left
-        out.
-        """
+        """Zero the accumulator and this replica's part in a payload that the others left out."""
         if self.accumulator is not None:
             self.accumulator.zero_()
         out.body, out.vectors = None, []

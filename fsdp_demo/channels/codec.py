@@ -100,9 +100,7 @@ class ChannelCodec:
         return vectors.encode_all(self.spans, parts), []
 
     def blank(self, body: Tensor) -> bool:
-        """Whether a section of the body (on the host) holds no value but zeros; positions do not
-        count.
-        """
+        """Whether a section of the body (on the host) holds zeros only; positions do not count."""
         if not self.codec.indexed:
             return not bool(body.any())
         spans = sparse.spans(self.layout, self.codec)

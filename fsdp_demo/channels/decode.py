@@ -137,9 +137,7 @@ class SparseMean(DecodedMean):
         return out
 
     def _decoded(self, window: Window) -> tuple[Tensor, Tensor]:
-        """Places (int64) and values (fp32) of all replicas, [n, R k]: those of a block in rank
-        order.
-        """
+        """Places (int64) and values (fp32) of all replicas, [n, R k], by rank within a block."""
         place, found = self._decode(window)
         return place.transpose(0, 1).flatten(1), found.transpose(0, 1).flatten(1)
 

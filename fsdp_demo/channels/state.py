@@ -329,9 +329,7 @@ class LocalChannel:
         self.written = self.pack("parameter") if self.written is not None else None
 
     def state(self) -> ChannelState:
-        """What is kept between exchanges: workspaces (references, not copies) and the gradients
-        ever seen.
-        """
+        """What is kept between exchanges: workspaces (no copies) and the gradients ever seen."""
         if self._home != self.host.device:
             # copies to the host may still be under way
             synchronize(self.host.device)

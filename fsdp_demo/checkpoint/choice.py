@@ -142,9 +142,7 @@ def together(held: Held) -> list[HeldCheckpoint] | None:
 
 
 def alike(held: Held) -> list[list[HeldCheckpoint]]:
-    """All choices of states, one of each list, of one step and between the same exchanges, with one
-    history.
-    """
+    """All choices, a state of each list, of one step and history, between the same exchanges."""
     common = set.intersection(*({h.step for h in each} for each in held)) if held else set()
     return [
         states

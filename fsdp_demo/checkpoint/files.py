@@ -3,6 +3,8 @@
 `FOLDER/NAME.safetensors` holds the tensors, `FOLDER/NAME.json` the tree with `{"tensor": KEY}` in
 their places, and a head. Each is written under a temporary name, synced and renamed, the json last:
 a json whose tensor file has the size it names is a whole part.
+
+A checkpoint that holds a NaN must not take the place of the last good one: `refuse_not_finite`.
 """
 
 from __future__ import annotations
@@ -220,10 +222,6 @@ def crc32(path: Path, sync: bool = False) -> int:
 def measured(path: Path, sync: bool = False) -> dict[str, int]:
     """Size and checksum of a file, as heads and manifests name them; `sync`: see `crc32`."""
     return {"bytes": path.stat().st_size, "crc32": crc32(path, sync)}
-
-
-# Whether the values of a checkpoint are finite: one that holds a NaN must not take the place of
-# the last good one.
 
 
 @torch.no_grad()

@@ -111,9 +111,7 @@ def sum_up(folder: Path, rank: int, world: int) -> None:
 
 
 def seal(folder: Path, step: int, world: int) -> None:
-    """Write the manifest from the sums of all ranks on this disk: from now on the checkpoint is
-    whole.
-    """
+    """Write the manifest from the sums of all ranks on this disk: the checkpoint is whole then."""
     files: dict[str, Any] = {}
     for path in [folder / f".sums{r}" for r in range(world)]:
         files |= json.loads(path.read_text())

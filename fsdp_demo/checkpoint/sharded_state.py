@@ -55,9 +55,7 @@ def cpu_group(topology: Topology) -> Any:
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers of a model by name; DTensors where it is sharded. No
-    collectives.
-    """
+    """A model's parameters and persistent buffers by name; DTensors stay. No collectives."""
     whole = unwrap_model(model)
     state = whole.state_dict()  # shards again what an evaluation has gathered
     return {plain_name(name): p for name, p in whole.named_parameters()} | {

@@ -197,13 +197,8 @@ def members_of(store: Store, run: str, token: str = "") -> dict[str, Any]:
     from ..rendezvous.attempts import listeners
 
     attempt = store.get(f"{run}/attempt")
-    found: dict[str, Any] = {
-        "run": run,
-        "attempt": attempt,
-        "state": "nobody has met",
-        "epoch": None,
-        "members": [],
-    }
+    found: dict[str, Any] = {"run": run, "attempt": attempt, "state": "nobody has met"}
+    found |= {"epoch": None, "members": []}
     if not attempt:
         return found
     above = store.under(f"{run}/{attempt}")

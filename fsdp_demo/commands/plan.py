@@ -31,6 +31,23 @@ def add(commands: Commands) -> None:
         "fsdp-demo plan --model llama-3.2-1b --islands 4 --shards 8 --link 1Gbit --rtt 40ms "
         "--step-time 0.8s"
     )
+    _add_model_and_link(sub)
+    step = sub.add_argument_group("step")
+    step.add_argument("--step-time", metavar="TIME", help="of a step without exchange, as in 0.8s")
+    step.add_argument("--step-from", metavar="FILE", help="the summary.json of a recipe's run")
+    step.add_argument("--tokens", metavar="N", help="of the run, all islands, as in 20B")
+    step.add_argument("--tokens-per-step", metavar="N", help="of one island")
+    step.add_argument(
+        "--compression-time", metavar="TIME", help="of an exchange's work per value, as in 0.5ns"
+    )
+    _add_methods(sub)
+    out = sub.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="print a list of rows")
+    out.add_argument("--yaml", metavar="FILE", help="write the recommended configuration there")
+    sub.set_defaults(run_command=run)
+
+
+def _add_model_and_link(sub: argparse.ArgumentParser) -> None:
     model = sub.add_argument_group("model and machines")
     model.add_argument(
         "--model", metavar="NAME", help="a known model, the path of a config.json, or a hub id"
@@ -63,14 +80,9 @@ def add(commands: Commands) -> None:
         help="islands of a site that share --link (default: 1)",
     )
     line.add_argument("--rtt", metavar="TIME", help="its round trip, as in 40ms (default: 0)")
-    step = sub.add_argument_group("step")
-    step.add_argument("--step-time", metavar="TIME", help="of a step without exchange, as in 0.8s")
-    step.add_argument("--step-from", metavar="FILE", help="the summary.json of a recipe's run")
-    step.add_argument("--tokens", metavar="N", help="of the run, all islands, as in 20B")
-    step.add_argument("--tokens-per-step", metavar="N", help="of one island")
-    step.add_argument(
-        "--compression-time", metavar="TIME", help="of an exchange's work per value, as in 0.5ns"
-    )
+
+
+def _add_methods(sub: argparse.ArgumentParser) -> None:
     what = sub.add_argument_group("methods")
     what.add_argument(
         "--exchange",
@@ -107,10 +119,6 @@ def add(commands: Commands) -> None:
         help="as papers simulate: a line without headers and windows, no work of compression, "
         "layers leave while backward runs; BYTES of a value (default: by the code)",
     )
-    out = sub.add_argument_group("output")
-    out.add_argument("--json", action="store_true", help="print a list of rows")
-    out.add_argument("--yaml", metavar="FILE", help="write the recommended configuration there")
-    sub.set_defaults(run_command=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -109,8 +109,8 @@ class DensePiece:
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """The 2-D form of a local shape: [-1, last] for more than two dims with last >= 64, else
-    [first, -1].
+    """The 2-D form of a local shape: [-1, last] for over two dims with last >= 64, else [first,
+    -1].
     """
     numel = 1
     for n in shape:

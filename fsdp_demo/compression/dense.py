@@ -130,9 +130,7 @@ def encode_all(spans: Sequence[tuple[int, str]], parts: Sequence[Tensor]) -> Ten
 
 
 def add_round_trip(code: str, v: Tensor, size: int, target: Tensor, alpha: float) -> None:
-    """Add `alpha` times `round_trip` of a vector fp32 [n] to `target` (fp32 [n]), a stretch at a
-    time.
-    """
+    """Add `alpha` times `round_trip` of a vector fp32 [n] to `target` (fp32 [n]), by stretches."""
     at = cuts(v.numel(), code, size)
     for a, b in zip(at, at[1:], strict=False):
         for lo in range(a, b, STEP * BLOCK):

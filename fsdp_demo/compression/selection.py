@@ -81,9 +81,7 @@ def _bits(a: Tensor) -> Tensor:
 
 
 def _keys(magnitude: Tensor, index: Tensor) -> Tensor:
-    """Distinct int64: the larger the magnitude (int32), then the lower the index, the larger the
-    key.
-    """
+    """Distinct int64, larger for a larger magnitude (int32), then for a lower index."""
     return torch.bitwise_left_shift(magnitude.long(), 12).add_(4095).sub_(index)
 
 

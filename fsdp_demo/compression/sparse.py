@@ -133,9 +133,7 @@ def decode_window(window: Window, coded: Coded, codec: Codec) -> tuple[Tensor, T
 
 
 def encode_sparse(layout: Layout, codec: Codec, work: Tensor) -> Tensor:
-    """Select and code the workspace `work` (flat fp32): uint8 [sparse_bytes]. `work` is not
-    changed.
-    """
+    """Select and code the workspace `work` (flat fp32, not changed): uint8 [sparse_bytes]."""
     data = torch.empty(sparse_bytes(layout, codec), dtype=torch.uint8, device=work.device)
     of = dict(zip(layout.groups, spans(layout, codec), strict=True))
     for s in stretches(layout.windows(work.device), work.device, codec.topk):

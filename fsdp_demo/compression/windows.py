@@ -28,9 +28,7 @@ CODED, CODED_GPU = 1 << 18, 1 << 20
 
 @dataclass(frozen=True)
 class Group:
-    """Consecutive workspace slots whose blocks have the same r x s extent and the same
-    transform.
-    """
+    """Consecutive workspace slots whose blocks have one r x s extent and one transform."""
 
     r: int
     s: int
@@ -44,9 +42,7 @@ class Group:
         return self.start + self.count
 
     def k(self, topk: int) -> int:
-        """Coefficients kept of each block: topk of 4096, in proportion for edge blocks, rounded
-        up.
-        """
+        """Coefficients kept of a block: topk of 4096, in proportion for edge blocks, rounded up."""
         return ceil(topk * self.r * self.s / BLOCK)
 
 
@@ -138,9 +134,7 @@ class Window:
         return out
 
     def scale(self, out: Tensor, factors: Sequence[float]) -> Tensor:
-        """Multiply the elements of each tensor in `out` [numel] by the factor of that tensor, in
-        place.
-        """
+        """Multiply each tensor's elements in `out` [numel] by that tensor's factor, in place."""
         for tensor, lo, hi, at in self.rows:
             out[at : at + hi - lo].mul_(factors[tensor])
         for box in self.boxes:

@@ -144,9 +144,7 @@ class Channel:
 
     @property
     def before_step(self) -> bool:
-        """Whether the channel acts before the base optimizer's step, as those of gradients do, or
-        after it.
-        """
+        """Whether the channel acts before the base optimizer's step, as gradients do, or after."""
         return self.source == "gradient"
 
     @property
@@ -165,16 +163,12 @@ class Channel:
 
     @property
     def writes_parameters(self) -> bool:
-        """Whether the channel sets parameters itself. Gradients act through the base optimizer
-        instead.
-        """
+        """Whether the channel sets parameters itself. Gradients act by the base optimizer."""
         return self.target == "parameter"
 
     @property
     def sums_steps(self) -> bool:
-        """Whether a message is the sum of the steps of a round: a delta, or gradients that are
-        accumulated.
-        """
+        """Whether a message sums the steps of a round: a delta, or accumulated gradients."""
         return self.source in ("delta", "gradient") and self.schedule.sync_every > 1
 
     @property

@@ -149,21 +149,28 @@ def load_config(source: str, overrides: Iterable[str] | Mapping[str, Any] = ()) 
         >>> load_config("demo", ["codec.topk=16"]).channels[0].codec.topk
         16
     """
-    if isinstance(overrides, str):
-        raise ValueError(
-            f"changes must be a list of texts or a mapping, found the text {overrides!r}: write "
-            f"[{overrides!r}]"
-        )
-    changes: dict[str, Any] = dict(overrides) if isinstance(overrides, Mapping) else {}
-    for text in () if isinstance(overrides, Mapping) else overrides:
-        path, equals, value = text.partition("=")
-        if not equals:
-            raise ValueError(
-                f"override {text!r} must read path=value, as in schedule.sync_every=50"
-            )
-        changes[path.strip()] = read_yaml(value, f"override {text!r}")
+    changes = _changes(overrides)
     if not source.endswith((".yaml", ".yml")) and not os.path.isfile(source):
         return preset(source, **changes)
+    data = _read_file(source)
+    if "channels" in data:
+        return changed(_in_file(source, lambda: ExchangeConfig.from_dict(data)), changes)
+    name, flat = data.pop("preset"), by_path(data)
+    _in_file(source, lambda: _refuse_twice(flat))
+    _refuse_twice(changes)
+    words = {"period", "sync_every"} if {"period", "sync_every"} & {*changes} else set()
+    words |= {key for key in flat if any(_same_key(word, key) for word in changes)}
+    kept = {key: value for key, value in flat.items() if key not in words}
+    try:
+        return _made(name, {**kept, **changes})
+    except ValueError as error:
+        if changes:  # whose fault it is
+            _in_file(source, lambda: _made(name, flat))
+            raise
+        raise ValueError(f"{source}: {error}") from None
+
+
+def _read_file(source: str) -> dict[str, Any]:
     if not os.path.exists(source):
         raise FileNotFoundError(
             f"{source!r} is neither a preset nor a file that is there (presets: "
@@ -176,24 +183,27 @@ def load_config(source: str, overrides: Iterable[str] | Mapping[str, Any] = ()) 
             f"{source} must be a mapping with the key 'preset'; `fsdp-demo presets NAME --yaml` "
             "prints one to start from"
         )
-    if "channels" in data:
-        return changed(_in_file(source, lambda: ExchangeConfig.from_dict(data)), changes)
-    name, flat = data.pop("preset"), by_path(data)
-    _in_file(source, lambda: _refuse_twice(flat))
-    _refuse_twice(changes)
-    words = {"period", "sync_every"} if {"period", "sync_every"} & {*changes} else set()
-    kept = {
-        key: value
-        for key, value in flat.items()
-        if key not in words and not any(_same_key(word, key) for word in changes)
-    }
-    try:
-        return _made(name, {**kept, **changes})
-    except ValueError as error:
-        if changes:  # whose fault it is
-            _in_file(source, lambda: _made(name, flat))
-            raise
-        raise ValueError(f"{source}: {error}") from None
+    return data
+
+
+def _changes(overrides: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Changes by path, from a mapping or from texts `path=value`."""
+    if isinstance(overrides, str):
+        raise ValueError(
+            f"changes must be a list of texts or a mapping, found the text {overrides!r}: write "
+            f"[{overrides!r}]"
+        )
+    if isinstance(overrides, Mapping):
+        return dict(overrides)
+    changes = dict[str, Any]()
+    for text in overrides:
+        path, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(
+                f"override {text!r} must read path=value, as in schedule.sync_every=50"
+            )
+        changes[path.strip()] = read_yaml(value, f"override {text!r}")
+    return changes
 
 
 def _in_file(source: str, read: Callable[[], Any]) -> Any:

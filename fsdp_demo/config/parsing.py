@@ -21,9 +21,7 @@ MEANT = {"period": "schedule.sync_every", "h": "schedule.sync_every", "k": "code
 
 
 def nearest(found: Any, known: Sequence[str], cutoff: float = 0.4) -> str:
-    """The text `; did you mean ...?` with the name of `known` that is most like `found`; empty if
-    none is.
-    """
+    """The text `; did you mean ...?` with the name of `known` most like `found`; else empty."""
     near = difflib.get_close_matches(str(found), known, n=1, cutoff=cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -43,9 +41,7 @@ def proposal(found: str, known: Sequence[str]) -> str:
 
 
 def one_of(where: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Raise ValueError unless `value` is one of `allowed`; the message offers the nearest right
-    name.
-    """
+    """Raise ValueError unless `value` is one of `allowed`; the message offers the nearest."""
     if value not in allowed:
         raise ValueError(
             f"{where}={value!r} is not known: allowed are "

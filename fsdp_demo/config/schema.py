@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -99,7 +99,9 @@ class ExchangeConfig:
                 "inner_optimizers=() names no optimizer: name those the method is defined for, or "
                 "'any'"
             )
-        names = [c.name for c in self.channels]
+        self._check_channels([c.name for c in self.channels])
+
+    def _check_channels(self, names: Sequence[str]) -> None:
         if any("." in name for name in names):
             raise ValueError(
                 f"channel names are {names}: a name may hold no dot, which would end it in "

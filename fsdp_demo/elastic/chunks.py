@@ -120,9 +120,7 @@ class Streams:
     def send(
         self, message: RoundMessage | EarlyMessage, piece: Piece, data: Sealed, to: Member
     ) -> None:
-        """Hand a piece to the connections to one peer. Of the body only the first megabyte is
-        copied.
-        """
+        """Hand a piece to a peer's connections. Only the body's first megabyte is copied."""
         wires, touched = self._connections[to][: message.num_connections], []
         first, rest = _cut(data.body)
         with self._poller.lock:
@@ -174,9 +172,7 @@ class Streams:
                     yield stream
 
     def _taken(self, key: tuple[int, Piece], stream: Stream, moving: QueuedPiece) -> bool:
-        """Take a megabyte, and make room for the rest after the first one; False if it is
-        refused.
-        """
+        """Take a megabyte, and make room for the rest after the first; False if it is refused."""
         opens = stream.header is None
         try:
             stream.take(moving, self._labels(stream.piece.of.slot))

@@ -231,9 +231,7 @@ class Starter:
         notes: Mapping[Member, PeerConnection],
         connections: Mapping[Member, Sequence[PeerConnection]],
     ) -> None:
-        """Make this rank a member in `record`, over these connections: give the peer group its
-        driver.
-        """
+        """Make this rank a member in `record`, over these connections, with a driver."""
         meeting, place, dead = self.meeting, self.place, self.limits.dead
         notes = {m: wire for m, wire in notes.items() if m in record.members}
         connections = {m: wires for m, wires in connections.items() if m in record.members}

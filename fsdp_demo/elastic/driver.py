@@ -30,7 +30,8 @@ from .failure_detector import SOON, FailureDetector, ProgressWatch
 from .join_server import JoinServer
 from .message_io import EarlyPieces, Traffic
 from .message_state import RoundMessage
-from .network_loop import CLOSED, LAST_NOTE, NetworkLoop, Stopping
+from .network_loop import CLOSED, LAST_NOTE, NetworkLoop
+from .stopping import Stopping
 from .store_session import StoreSession
 
 log = logging.getLogger("fsdp_demo")
@@ -88,7 +89,7 @@ class Driver(NetworkLoop):
         )
         self._store_session.epoch = machine.record.epoch
         self.traffic.adopt(machine.record)
-        detector.forgive(time.monotonic())
+        detector.restart_clocks(time.monotonic())
         self.join_server = None if opens is None else opens(self)
         poller.run(self.begin)
 
@@ -100,20 +101,20 @@ class Driver(NetworkLoop):
     # ---- asked by other threads ----------------------------------------------------------------
 
     def launch(self, message: RoundMessage) -> None:
-        """Send a message, the next number; what is to be done for it comes in its `tasks`."""
+        """Send a message under the next number; its `tasks` get what the caller is to do."""
         self.stopping.launches(message)
         self.do(lambda: self._launch(message))
         if self._failed:  # before it was posted: nobody does it any more
             message.tasks.put(PeerLost(self._failed))
 
     def leave(self, stopped: bool = False) -> None:
-        """Tell the others that this island goes on no more, and whether it was `stopped` in order
-        on all its ranks; they settle without waiting for a timer. This is said at the return.
+        """Tell the peers that this island trains no further, and whether it was `stopped` in order
+        on all its ranks: they settle without a timer. The note has left when this returns.
         """
         self._let_land()
 
         def job() -> None:
-            self.detector.say(notes.Ends("stopped" if stopped else "left"), self.notes.values())
+            self.detector.send(notes.Ends("stopped" if stopped else "left"), self.notes.values())
             self._step(protocol_events.Leave())
             self._left = True
 
@@ -129,8 +130,8 @@ class Driver(NetworkLoop):
             self._expelled(self.machine.record)
 
     def joined(self, then: Callable[[], None]) -> None:
-        """Tell the others that this rank follows no more; `then` runs in the network thread."""
-        self.do(lambda: self.detector.say(notes.Joined(), self.notes.values()))
+        """Tell the members that this rank follows no donor any more; then do `then`."""
+        self.do(lambda: self.detector.send(notes.Joined(), self.notes.values()))
         self.do(then)
 
     def wait_read(self, below: int, seconds: float) -> bool:
@@ -146,7 +147,7 @@ class Driver(NetworkLoop):
         return self.wait(reached, seconds)
 
     def close(self, finished: bool, linger: float) -> None:
-        """End, and tell the others whether the run is finished. The connections close."""
+        """Tell the peers whether the run is `finished`, and close the connections."""
         if not self._closed:
             if not finished:
                 self._let_land()
@@ -159,28 +160,28 @@ class Driver(NetworkLoop):
     # ---- in the network thread -----------------------------------------------------------------
 
     def turn(self, now: float, stopped: bool) -> None:
-        """Take what has come, then look at the clock: pieces before notes, since an island's last
-        message and its end may come in one turn, and all of it before an island is lost.
+        """Read pieces, then notes, and find lost peers: an island's last message and the note of
+        its end may come in one turn, and both count before it is lost.
         """
         self.traffic.look()
         self._do_jobs()
         self._read_all_notes(now)
         self.traffic.look()
         self._look_for_joins()
-        self.stopping.look()
+        self.stopping.announce()
         if self.stopping.together:
             self.stopping.give_up_last()
         if stopped:
-            self.detector.forgive(now)
-        self._lose(self.detector.lost(now))
+            self.detector.restart_clocks(now)
+        self._count_lost(self.detector.lost(now))
         longest = self.detector.dead + self.detector.meeting
         if self.machine.state == "frozen" and now - self._frozen_at > longest:
             self.fail(f"a change of members has not come to an end within {longest:g} s")
 
     def beat(self, now: float) -> None:
         """Say that this rank lives and how far it is, and look which peers stand."""
-        self.detector.say(notes.Beat(self.machine.next), self.notes.values())
-        self.stopping.look(again=True)
+        self.detector.send(notes.Beat(self.machine.next), self.notes.values())
+        self.stopping.announce(again=True)
         for member in self.notes:
             self._hear_landed(member)
         self.detector.watch(now)
@@ -188,15 +189,15 @@ class Driver(NetworkLoop):
             self._watch(now)
 
     def _watch(self, now: float) -> None:
-        """With every beat, while no island is lost. Who stands among fixed members is lost itself:
-        nobody could go on when it has ended.
+        """Look for peers that stand, while no island is lost. Among fixed members such a peer is
+        lost after `dead` seconds: nobody could go on without it.
         """
         if not self.fixed:
-            self._progress.look(self.machine, now)
+            self._progress.check(self.machine, now)
             return
         n, seconds, behind = self.detector.behind(now)
         if behind and seconds > self.detector.dead:
-            self._lose({behind[0]: f"it is alive, but has not come to message {n}"})
+            self._count_lost({behind[0]: f"it is alive, but has not come to message {n}"})
 
     def _step(self, event: Event) -> None:
         """Tell the machine what has happened, and do what it asks for."""
@@ -212,7 +213,7 @@ class Driver(NetworkLoop):
             self.traffic.expect_all()
 
     def _take(self, event: Event) -> None:
-        """An event from the store. Records are handed in in their order."""
+        """Hand the machine an event from the store; records in the order of their epochs."""
         if not isinstance(event, protocol_events.RecordSeen):
             if self.machine.state == "frozen":
                 self._step(event)
@@ -230,7 +231,7 @@ class Driver(NetworkLoop):
                 self._take_later(its_epoch, kept)
 
     def _take_later(self, epoch: int, event: Event) -> None:
-        """An event of an epoch whose record is not here yet is kept until it is."""
+        """Hand the machine an event of `epoch` when the record of that epoch is here."""
         if epoch <= self.machine.record.epoch:
             self._step(event)
         else:
@@ -244,7 +245,7 @@ class Driver(NetworkLoop):
 
     def _end(self, note: notes.Ends) -> None:
         # on each connection: it comes before the end of that one, however late the others are
-        self.detector.say(note, [w for member in self.notes for w in self.detector.of(member)])
+        self.detector.send(note, [w for member in self.notes for w in self.detector.of(member)])
         if self.join_server is not None:
             self.join_server.close()
         self.fail(CLOSED)
@@ -269,7 +270,8 @@ class Driver(NetworkLoop):
         self.traffic.expect(message)
 
     def _cast(self, action: protocol_events.CastVote) -> None:
-        self.detector.say(notes.Vote(*action.ballot, action.epoch), self.detector.siblings.values())
+        vote = notes.Vote(*action.ballot, action.epoch)
+        self.detector.send(vote, self.detector.siblings.values())
 
     def _seal(self, action: protocol_events.SealAllowed) -> None:
         self.stable = action.below
@@ -298,22 +300,22 @@ class Driver(NetworkLoop):
             if member in known or self.machine.state not in ("running", "frozen"):
                 continue
             if self.join_server is None or not self.join_server.move_in(member):
-                self._lose({member: "it is a member, but has not reached this rank"})
+                self._count_lost({member: "it is a member, but has not reached this rank"})
 
     def _freeze(self, action: protocol_events.Freeze) -> None:
         self._frozen_at = time.monotonic()
         self.traffic.freeze()
         lost = tuple(m.slot for m in self.machine.lost)
         everybody = [*self.notes.values(), *self.detector.siblings.values()]
-        self.detector.say(notes.Frozen(action.view, lost), everybody)
+        self.detector.send(notes.Frozen(action.view, lost), everybody)
 
     def _too_few(self, action: protocol_events.TooFew) -> None:
         if action.lost:
             slots, view = tuple(m.slot for m in action.lost), self.machine.record.view
-            self.detector.say(notes.Frozen(view, slots), self.detector.siblings.values())
+            self.detector.send(notes.Frozen(view, slots), self.detector.siblings.values())
             unheard = "another rank of this island does not hear it"
             how = [
-                f"{self._how_it_went(m)}: {self._reasons.get(m, unheard)}"
+                f"{self._left_or_lost(m)}: {self._reasons.get(m, unheard)}"
                 for m in sorted(action.lost)
             ]
             least, left = self.machine.min_continue, len(action.members)
@@ -336,11 +338,11 @@ class Driver(NetworkLoop):
             self.detector.drop(member)
         self.traffic.adopt(record)
         self.changes += 1
-        self.detector.forgive(time.monotonic())
+        self.detector.restart_clocks(time.monotonic())
         self.later(0.0, self.early_pieces.offer)
         if self.machine.rank == 0:
             left = ", ".join(self.labels(m.slot) for m in record.members)
-            lost = ", ".join(self._how_it_went(m) for m in gone) or "nobody is lost"
+            lost = ", ".join(self._left_or_lost(m) for m in gone) or "nobody is lost"
             what = "epoch %d: %s, training goes on with %s" + see("island-lost")
             log.warning(what, record.epoch, lost, left)
 
@@ -352,7 +354,7 @@ class Driver(NetworkLoop):
     # ---- notes and signs of life ---------------------------------------------------------------
 
     def _hear_landed(self, member: Member) -> None:
-        """How far a peer is, as its last frame said."""
+        """Tell the machine how far a peer has delivered, as its last frame said."""
         view, landed = self.machine.record.view, self.notes[member].landed
         self._step(protocol_events.LandedHeard(view, member, landed))
 
@@ -376,7 +378,7 @@ class Driver(NetworkLoop):
             except WireError as error:
                 if member is None:
                     raise
-                self._lose({member: str(error)})
+                self._count_lost({member: str(error)})
             else:
                 self._handle(note, member)
 
@@ -386,18 +388,18 @@ class Driver(NetworkLoop):
             case notes.Vote(n, rank, view, epoch), None:
                 self._take_later(epoch, protocol_events.Voted(Ballot(n, rank, view), epoch))
             case notes.Stops(), _:
-                self.stopping.hear(note, member)
+                self.stopping.take(note, member)
             case notes.Frozen(view, lost), _:
                 self.later(SOON, lambda: self._freeze_too(view, lost, member is None))
             case notes.Beat(next), Member():
-                self.detector.heard(member, next)
+                self.detector.note_next(member, next)
             case notes.BeatWanted(), Member() if member in self.notes:
-                self.detector.say(notes.Beat(self.machine.next), [self.notes[member]])
+                self.detector.send(notes.Beat(self.machine.next), [self.notes[member]])
             case notes.Stands(n, seconds), Member():
-                if others := self._progress.told(self.machine, n, seconds, member):
+                if others := self._progress.members_without(self.machine, n, seconds, member):
                     self._gone(protocol_events.Expelled(others))
             case notes.Refused(why), Member():
-                self._lose({member: f"it has refused what this island sent: {why:.300}"})
+                self._count_lost({member: f"it has refused what this island sent: {why:.300}"})
             case notes.EarlyOffered(n, kind), Member():
                 self.early_pieces.hear(n, kind, member)
             case notes.EarlyKept(n), Member():
@@ -410,7 +412,7 @@ class Driver(NetworkLoop):
                 if how == "stopped":
                     self._stopped.add(member)
                 why = "it was stopped" if member in self._stopped else "it has ended"
-                self._lose({member: why})
+                self._count_lost({member: why})
         if member is not None and member in self.notes:
             self._hear_landed(member)
 
@@ -421,7 +423,7 @@ class Driver(NetworkLoop):
         """
         quiet = self.detector.quiet(time.monotonic(), unheard=True)
         if view == self.machine.record.view:
-            self._lose({member: "silent here, too" for member in quiet if member.slot in lost})
+            self._count_lost({m: "silent here, too" for m in quiet if m.slot in lost})
         unheard = frozenset(m for m in self.notes if sibling and m.slot in lost)
         self._take_later(view, protocol_events.FrozenHeard(view, unheard))
 
@@ -434,25 +436,23 @@ class Driver(NetworkLoop):
         if member in self.notes:
             # it may name what a peer says
             why = str(error)[:1024].encode(errors="replace").decode()
-            self.detector.say(notes.Refused(why), [self.notes[member]])
-        self._lose({member: str(error)})
+            self.detector.send(notes.Refused(why), [self.notes[member]])
+        self._count_lost({member: str(error)})
 
-    def _how_it_went(self, member: Member) -> str:
-        """A peer that takes part no more, and whether it was stopped in order, for the log."""
+    def _left_or_lost(self, member: Member) -> str:
+        """Whether a member has left in order or is lost, in words for the log."""
         how = "has left" if member in self._stopped else "is lost"
         return f"{self.labels(member.slot)} {how}"
 
-    def _lose(self, found: Mapping[Member, str]) -> None:
-        """Count peers as lost, for these reasons. One report names them all: it is written once in
-        a view.
-        """
+    def _count_lost(self, found: Mapping[Member, str]) -> None:
+        """Count peers as lost, for these reasons. One report a view names them all."""
         if not found or self.machine.state in ("left", "expelled"):
             return  # nobody, or this rank is nobody's peer any more
         here = set(self.machine.record.members) - self.machine.lost
         lost = [m for m in found if m in here and not self.stopping.departed(m)]
         for member in lost:
             self._reasons[member] = found[member]
-            log.warning("%s: %s", self._how_it_went(member), found[member])
+            log.warning("%s: %s", self._left_or_lost(member), found[member])
         if lost:
             # The machine freezes, and writes its report, at the first loss that it is told: so it
             # must know the others before.

@@ -19,9 +19,13 @@ from ..membership.machine import Rank
 from ..membership.protocol_types import Member, Record
 from ..peers.connection import PeerConnection
 from ..peers.poller import Poller
-from .notes import Note, Sign, Stands, say
+from .notes import Note, Sign, Stands, send_note
+
+log = logging.getLogger("fsdp_demo")
 
 BEAT = 0.5  # seconds
+PATIENCE = 30.0
+"""Seconds after which a wait is logged first, if it is not usual; then after twice as many."""
 SOON = 0.03
 """Seconds by which a freeze that another rank tells is delayed: by then this rank has seen the end
 of the same connection, too.
@@ -29,7 +33,7 @@ of the same connection, too.
 
 
 class FailureDetector:
-    """What one rank hears of its peers.
+    """The connections of one rank to its peers, and which peers are lost.
 
     Args:
         notes: the connection for notes to each other member; connections: those for
@@ -81,13 +85,13 @@ class FailureDetector:
         """All connections to a peer."""
         return [self.notes[member], *self.connections.get(member, [])]
 
-    def say(self, note: Note, wires: Iterable[PeerConnection]) -> None:
+    def send(self, note: Note, wires: Iterable[PeerConnection]) -> None:
         """Send a note over some of the connections."""
-        say(self._poller, note, wires)
+        send_note(self._poller, note, wires)
 
     def watch(self, now: float) -> None:
-        """Find the connections that stand, with every beat, and send a sign on each idle connection
-        for messages from time to time.
+        """With every beat, find the connections that stand, and now and then send a sign on each
+        idle connection for messages.
 
         A connection stands when nothing has come on it for half of `dead` (2 s at least) while
         something came on another of the same peer. A slow link does not: bytes that the kernel has
@@ -96,7 +100,7 @@ class FailureDetector:
         if now - self._signed > self.dead / 5:
             self._signed = now
             idle = [w for wires in self.connections.values() for w in wires if not w.waiting]
-            self.say(Sign(), idle)
+            self.send(Sign(), idle)
         half, standing = max(self.dead / 2, 4 * BEAT), dict[PeerConnection, float]()
         for member in self.notes:
             stood = {w: seconds for w in self.of(member) if (seconds := w.stood) is not None}
@@ -121,15 +125,15 @@ class FailureDetector:
         for wire in [self.notes.pop(member), *self.connections.pop(member, [])]:
             wire.close(0)
 
-    def forgive(self, now: float) -> None:
-        """Restart all clocks: no peer counts as silent or slow so far."""
+    def restart_clocks(self, now: float) -> None:
+        """Restart all clocks, after a pause of this process: no peer counts as silent."""
         for wire in self.wires:
             if wire.doubted and wire.heard_at <= wire.doubted:
                 wire.doubted = now  # still nothing has come behind it
             wire.heard_at = now
         self.began, self._standing = dict.fromkeys(self.began, now), {}
 
-    def heard(self, member: Member, next: int) -> None:
+    def note_next(self, member: Member, next: int) -> None:
         """Note the next message of a peer, as its heartbeat says."""
         self.next_of[member] = next
         self._came_with.setdefault(member, next)
@@ -178,13 +182,13 @@ class FailureDetector:
         return n, now - self.began.get(n, now), late
 
     @property
-    def soon(self) -> bool:
-        """Whether the end of a connection waits for its reason."""
+    def awaits_end(self) -> bool:
+        """Whether connections of a peer have ended, and it is not dropped yet."""
         return bool(self._ended)
 
     def _counts_as_gone(self, member: Member, now: float) -> bool:
-        """Whether a peer is lost whose connection is gone: a moment later, since its last note may
-        come on another one, and not where it has announced its end and no message waits for it.
+        """Whether a peer with an ended connection is lost: `SOON` seconds later, since its last
+        note may come on another; not where it has announced its end and no message waits.
         """
         if member in self.leaving and not self.began:
             return False
@@ -195,21 +199,15 @@ class FailureDetector:
         return max([w.heard_at for w in wires])
 
     def patience_with(self, member: Member) -> float:
-        """Seconds that a peer may stand."""
+        """Seconds for which a peer may stand before it is told to end."""
         moved = self.next_of.get(member, 0) > self._came_with.get(member, 0)
         return self._patience(self.rounds if moved else ())
 
     def _silence(self, member: Member) -> float:
-        """Seconds that a peer may be silent: longer until it was heard first."""
+        """Seconds for which a peer may be silent; more before its first note."""
         if member in self.next_of:
             return self.dead
         return self.meeting if member.incarnation == 0 else 3 * self.dead
-
-
-log = logging.getLogger("fsdp_demo")
-
-PATIENCE = 30.0
-"""Seconds after which a wait is told first, if it is not usual; then after twice as many."""
 
 
 class ProgressWatch:
@@ -225,8 +223,10 @@ class ProgressWatch:
         self._detector, self._label = detector, label
         self._waits, self._next = -1, PATIENCE
 
-    def look(self, rank: Rank, now: float) -> None:
-        """Log and tell, with every beat while no island is lost."""
+    def check(self, rank: Rank, now: float) -> None:
+        """With every beat while no island is lost: log the peers that this rank waits for, and tell
+        those to end whose time (`patience_with`) is over.
+        """
         n, seconds, behind = self._detector.behind(now)
         behind = [m for m in behind if m in rank.record.contributors(n)]  # the others are not asked
         if n != self._waits:
@@ -234,7 +234,7 @@ class ProgressWatch:
             self._waits, self._next = n, max(PATIENCE, 2 * usual)
         for member in behind:
             if seconds > self._detector.patience_with(member):
-                self._detector.say(Stands(n, seconds), [self._detector.notes[member]])
+                self._detector.send(Stands(n, seconds), [self._detector.notes[member]])
         if not behind or seconds < self._next:
             return
         self._next *= 2
@@ -250,9 +250,10 @@ class ProgressWatch:
                 limit,
             )
 
-    def told(self, rank: Rank, n: int, seconds: float, by: Member) -> Record | None:
-        """Answer a peer that has waited `seconds` for this rank's message n: the record of the
-        members that go on without this island, or None where this rank does not stand.
+    def members_without(self, rank: Rank, n: int, seconds: float, by: Member) -> Record | None:
+        """Answer a peer that has waited `seconds` for message n of this rank. This rank ends where
+        it has not come to n: the answer is then the record of the members that go on without this
+        island, else None.
         """
         if rank.state != "running" or rank.next > n:
             return None

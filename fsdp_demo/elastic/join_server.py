@@ -80,8 +80,8 @@ class JoiningIsland(JoinConnections):
 
 
 def num_connections(others: Mapping[Member, Sequence[PeerConnection]]) -> int:
-    """Connections for messages to one peer more: as many as to the others, unless they are too many
-    then.
+    """Connections for messages to one more peer: as many as to each of the others, or fewer where
+    descriptors would not suffice.
     """
     as_before = max((len(wires) for wires in others.values()), default=1)
     return min(as_before, most_streams(len(others) + 1))
@@ -199,8 +199,8 @@ class JoinServer:
     # ---- the joining island --------------------------------------------------------------------
 
     def look(self) -> Member | None:
-        """Take what the joining island says, and drop it where it cannot go on; the newcomer, if it
-        is near and asks to take part.
+        """Read the notes of the joining island, and drop that island where it cannot go on. Returns
+        the newcomer where it is a few messages behind and asks to take part.
         """
         island, now = self.joining_island, time.monotonic()
         stood, self._looked = now - self._looked, now
@@ -238,7 +238,9 @@ class JoinServer:
         return ""
 
     def drop(self, why: str) -> None:
-        """The joining island is not waited for any more."""
+        """Forget the joining island, and close its connections; those of a member stay, but for the
+        two on which it follows its donor.
+        """
         island, self.joining_island = self.joining_island, None
         if island is None:
             return
@@ -262,7 +264,7 @@ class JoinServer:
         for wire in detector.of(member):
             wire.said = (record.epoch, rank.landed)
             wire.renew(record.view)
-        detector.say(Planned(record.epoch), [notes])
+        detector.send(Planned(record.epoch), [notes])
         if self.first:
             base = record.base[record.members.index(member)]
             who = self.loop.labels(member.slot)
@@ -270,7 +272,7 @@ class JoinServer:
         return True
 
     def over(self, member: Member) -> None:
-        """The newcomer needs nothing more of what it follows."""
+        """Close the connections on which a new member has followed its donor to the end."""
         island = self.joining_island
         if island is not None and island.member == member:
             self.joining_island = None
@@ -326,9 +328,7 @@ class DonorFeed:
 
     @property
     def follows(self) -> bool:
-        """Whether an island has a snapshot and wants ticks. Asked on the first rank of the island
-        only.
-        """
+        """Whether an island has a snapshot and wants ticks. Asked on an island's first rank."""
         return self._join_server.first and self._served is not None
 
     @property
@@ -341,7 +341,7 @@ class DonorFeed:
 
     @property
     def _served(self) -> JoiningIsland | None:
-        """The island that got a snapshot, while it is there."""
+        """The joining island that got a snapshot, while it is connected; else None."""
         return self._for if self._for is self._join_server.joining_island else None
 
     def hand(self, snapshot: DonorSnapshot, under_way: Sequence[Future[ReceivedMessage]]) -> None:

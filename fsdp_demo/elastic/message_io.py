@@ -74,7 +74,7 @@ class Traffic:
         self._messages[action.n].tasks.put(self._loop.machine.record.settlement(action.n))
 
     def free(self, action: protocol_events.Free) -> None:
-        """Forget a message that all members have."""
+        """Forget a message, since all members have delivered it."""
         self._messages.pop(action.n, None)
         self._early = {(n, m): early for (n, m), early in self._early.items() if n != action.n}
         self._streams.forget(action.n)
@@ -135,7 +135,7 @@ class Traffic:
             self._streams.expect(EarlyMessage(n, kind, self._longest_early()), piece, sender)
 
     def look(self) -> None:
-        """Take the pieces that have come."""
+        """Take the pieces that have become complete."""
         for stream in self._streams.done():
             self._arrived(stream)
 
@@ -183,7 +183,7 @@ class Traffic:
             epoch, protocol_events.PieceReceived(view, epoch, sender, n, kind, piece, landed)
         )
         if piece.what == "early" and sender in notes:
-            self._detector.say(EarlyKept(n), [notes[sender]])
+            self._detector.send(EarlyKept(n), [notes[sender]])
 
     # ---- what goes -----------------------------------------------------------------------------
 
@@ -263,13 +263,11 @@ class Traffic:
             self._detector.connections[m].append(wire)
 
     def freeze(self) -> None:
-        """Wait for no piece any more."""
+        """Stop waiting for pieces: the view is frozen."""
         self._streams.clear()
 
     def adopt(self, record: Record) -> None:
-        """A view begins: its frames pass from now on, and what others forward is waited for from
-        them.
-        """
+        """Let the frames of a new view pass, and wait for what its members forward."""
         with self._poller.lock:
             for wires in self._detector.connections.values():
                 for wire in wires:
@@ -319,7 +317,7 @@ class EarlyPieces:
         to = to if early.data.size <= SHORT else to[:1]
         self._offered, self._nobody = set(to), not to
         offer = EarlyOffered(early.n, early.kind)
-        self._loop.detector.say(offer, [notes[m] for m in to if m in notes])
+        self._loop.detector.send(offer, [notes[m] for m in to if m in notes])
         for m in to:
             self._traffic.send_early(early, Piece("early", rank.me), m)
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from ..errors import WireError
 from ..membership.protocol_types import Kind, Member, Piece, Settlement
 from ..peers import collectives
+from ..peers.collectives import new_vector
 from ..peers.header import EARLY, MEANS, PARTS, PAYLOAD, RESET, Header, Sealed
-from ..peers.vector_pool import new_vector
 
 Task = Callable[[], None]
 Vectors = Sequence[tuple[Tensor, str]]

@@ -39,7 +39,7 @@ from ..peers.pieces import LONGEST
 from ..peers.poller import Poller
 from ..peers.zeromq import Meeting
 from .failure_detector import BEAT
-from .notes import Follow, Planned, Ready, Sign, read_note, say
+from .notes import Follow, Planned, Ready, Sign, read_note, send_note
 from .store_session import newest, record_key
 
 AGAIN = 1.0  # seconds between two questions to somebody who is busy
@@ -94,7 +94,7 @@ class MemberSearch:
             return
         self._said = now
         wires = [r.wires["notes"] for r in self._found]
-        say(self.poller, Sign(), [w for w in wires if w.met and not w.gone])
+        send_note(self.poller, Sign(), [w for w in wires if w.met and not w.gone])
 
     def reach(
         self, seconds: float, turn: int = 0, since: Record | None = None
@@ -274,7 +274,7 @@ class Following:
             self._asked = True
             follow = Follow(dict(brings))
             fits = len(msgspec.json.encode(follow)) <= LONGEST
-            say(self._poller, follow if fits else Follow({}), [self._donor.wires["notes"]])
+            send_note(self._poller, follow if fits else Follow({}), [self._donor.wires["notes"]])
         found = self._ticks.begin(seconds)
         if found is None:
             return None
@@ -314,7 +314,7 @@ class Following:
             now = time.monotonic()
             if self._first and not self.planned and now > self._ready_at:
                 self._ready_at = now + AGAIN
-                say(self._poller, Ready(), [self._donor.wires["notes"]])
+                send_note(self._poller, Ready(), [self._donor.wires["notes"]])
             found = self._ticks.begin(seconds)
         if found is None:
             return None
@@ -404,5 +404,5 @@ class Following:
             self._donor.wires[k].close(0)
 
     def close(self) -> None:
-        """End before it took part."""
+        """End before this island takes part: close all its connections."""
         self._poller.close(0)

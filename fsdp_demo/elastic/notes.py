@@ -71,7 +71,7 @@ class BeatWanted(Note, frozen=True, tag="landed?"):
 
 
 class Sign(Note, frozen=True, tag="sign"):
-    """This connection still carries something; or the newcomer at its end lives."""
+    """This idle connection still carries bytes; or the newcomer at its end lives."""
 
 
 class Stands(Note, frozen=True, tag="stands"):
@@ -139,7 +139,7 @@ def read_note(data: bytes) -> Note:
         raise unreadable(data, "a note", error, WireError) from None
 
 
-def say(poller: Poller, note: Note, wires: Iterable[PeerConnection]) -> None:
+def send_note(poller: Poller, note: Note, wires: Iterable[PeerConnection]) -> None:
     """Send a note over each of these connections."""
     data = bytearray(msgspec.json.encode(note))
     for wire in wires:

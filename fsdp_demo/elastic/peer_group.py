@@ -27,11 +27,10 @@ from ..errors import PeerLost
 from ..membership.protocol_types import Member, Settlement, first_record
 from ..net.link import TCP_SHARE, Link
 from ..net.tcp import least_round_trip
-from ..peers.collectives import ReceivedMessage
+from ..peers.collectives import ReceivedMessage, new_vector
 from ..peers.connection import PeerConnection
 from ..peers.header import ENDING, SETUP, Header, Meter
 from ..peers.join_messages import Expected
-from ..peers.vector_pool import new_vector
 from .driver import Driver
 from .join_server import DonorFeed
 from .message_state import EarlyMessage, RoundMessage, Vectors, Weigh
@@ -461,9 +460,7 @@ class PeerGroup:
         return self._driver.wait_read(self._next, seconds)
 
     def release(self) -> None:
-        """Close the connections; the others hear that this island has finished, or that it
-        leaves.
-        """
+        """Close the connections; the others hear that this island has finished, or leaves."""
         if self._driver is not None:
             self._driver.close(self._ending or self.fixed, 5.0)
         elif self.following is not None:

@@ -114,8 +114,8 @@ class StoreSession:
         self._do(lambda at: self._hand_in(at, record))
 
     def again(self, epoch: int) -> None:
-        """A record came that leaves this rank frozen (a planned join): watch for the one after it,
-        and tell the reports again.
+        """Watch for the next record, since the one that came (a planned join) leaves this rank
+        frozen; and report to the driver once more which reports there are.
         """
 
         def job(at: Store) -> None:
@@ -188,7 +188,7 @@ class StoreSession:
         return at
 
     def _known(self, at: Store, epoch: int) -> str:
-        """The text of a record that stands."""
+        """The text of the record of `epoch`. Raises StoreSilent where the store lacks it."""
         if not (text := at.get(record_key(epoch))):
             raise StoreSilent(
                 f"the store does not know record {epoch} of this run: it was started anew "
@@ -202,8 +202,8 @@ class StoreSession:
             self._seen(at, stands)
 
     def _write(self, ask: Callable[[], Any]) -> Any:
-        """The store's answer. Where it refuses (it is full, say), nobody can finish a change, and
-        this rank does not wait for one.
+        """The store's answer to `ask`, a write. Where it refuses (it is full, say) no change of
+        members can end, so this rank fails at once.
         """
         try:
             return ask()

@@ -1,9 +1,12 @@
 """Construction of the parts of an exchange on one rank: channels bound to the host's parameters,
-the queue of messages, and the step that works with both. The method may change as long as nothing
-is exchanged (`auto`).
+the queue of messages, the step that works with both, and the work around a step that is not the
+channels' (`Phases`). The method may change as long as nothing is exchanged (`auto`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -11,12 +14,15 @@ from ..channels.bind import Bound, bind
 from ..channels.state import Placement
 from ..config.fragments import expand
 from ..config.schema import ExchangeConfig
+from ..errors import Stopped
 from ..hosts.base import TrainingHost
 from ..hosts.optimizers import check_inner
-from ..peers.vector_pool import VectorPool, new_vector
+from ..peers.collectives import VectorPool, new_vector
 from ..rendezvous.topology import Topology
-from . import leaving
+from . import leaving, snapshot
+from .first_step import FirstStep
 from .in_flight import InFlightQueue
+from .leaving import Departures
 from .message import LocalStatus, kept_vector
 from .refusals import refuse, refuse_sparse
 from .runtime import StepPhases, StepRuntime
@@ -106,3 +112,55 @@ def _prepare_peers(runtime: StepRuntime) -> None:
     if section is not None:
         room = active[section].new_vector = VectorPool(section.layout.numel).new_vector
     peers.work_with(leaving.longest_part(runtime), room)
+
+
+class Phases:
+    """The `StepPhases` of an exchange.
+
+    Args:
+        owner: the `Exchange`, which lives as long as the engine's hooks lead here.
+        departures: of this rank.
+        model, told: with which a snapshot of this island is made (`snapshot.hand`).
+
+    Attributes:
+        at_end: called at the end of each step, unless None.
+        tells: gives what a trainer tells the islands that join (`Exchange.serve_trainer`).
+        raises_stopped: a stop is raised as `Stopped`.
+    """
+
+    def __init__(
+        self,
+        owner: object,
+        departures: Departures,
+        model: torch.nn.Module | None,
+        told: Mapping[str, Any],
+    ):
+        self._owner, self._departures, self._model, self._told = owner, departures, model, told
+        self.at_end: Callable[[], None] | None = None
+        self.tells: Callable[[], dict[str, Any]] = dict
+        self.raises_stopped = True
+
+    def begin(self, runtime: StepRuntime, first: FirstStep) -> None:
+        """Set the step that this is about, and the work ahead of its first one."""
+        self._runtime, self._first = runtime, first
+
+    def before_step(self) -> None:
+        """As `StepPhases.before_step`."""
+        if (work := self._first.next) is not None:
+            work()
+
+    def goes_on(self) -> bool:
+        """As `StepPhases.goes_on`."""
+        return self._departures.goes_on(self._runtime)
+
+    def hand_snapshot(self) -> None:
+        """As `StepPhases.hand_snapshot`."""
+        snapshot.hand(self._runtime, self._model, self._told, self.tells)
+
+    def end_of_step(self) -> None:
+        """As `StepPhases.end_of_step`."""
+        stopped = self._runtime.stopped
+        if self.at_end is not None and not stopped:
+            self.at_end()
+        if stopped and self.raises_stopped:
+            raise Stopped(f"stopped after step {self._runtime.step} on request")

@@ -25,15 +25,15 @@ from ..config.auto import AutoChoice, method_note
 from ..config.schema import ExchangeConfig
 from ..errors import PeerLost
 from ..hosts.base import TrainingHost
-from ..rendezvous.island import collective
+from ..rendezvous.sibling_watch import collective
 from ..rendezvous.topology import Topology
 from ..status import leave, status_of
 from . import assembly, finish, leaving, replay, reset, resume, startup, summary
+from .assembly import Phases
 from .consensus import IslandConsensus
 from .first_step import FirstStep, refuse_unknown
 from .leaving import Departures
 from .message import LocalStatus
-from .phases import Phases
 from .readings import Readings
 from .refusals import Copies, refuse_foreign_savers, refuse_meta, refuse_shown, warn_of_outside
 from .saved_state import ExchangeState

@@ -20,6 +20,8 @@ from ..peers.header import DIGESTS, PARAMETERS, RESET
 from .runtime import StepRuntime
 from .watch import drift
 
+log = logging.getLogger("fsdp_demo")
+
 
 @contextmanager
 def shown(runtime: StepRuntime, model: torch.nn.Module, what: str) -> Iterator[None]:
@@ -104,9 +106,6 @@ def equal(runtime: StepRuntime) -> bool:
     return not runtime.island.any(same is False)
 
 
-log = logging.getLogger("fsdp_demo")
-
-
 def flush(runtime: StepRuntime) -> None:
     """Wait for the messages in flight and apply them, oldest first. Late gradients get a base step
     of their own, which does not count.
@@ -143,6 +142,23 @@ def conclude(runtime: StepRuntime) -> bool | None:
         )
         set_mean(runtime)
         return None
+    _exchange_last(runtime)
+    if equal(runtime):
+        return True
+    set_mean(runtime)
+    if runtime.topology.rank == 0:
+        log.warning(
+            "%s: parameters differed between islands at the end (unlike hardware, or unlike "
+            "training): they are the mean over the islands now. Those here were %.2g of their norm "
+            "away",
+            runtime.topology.name,
+            runtime.drift,
+        )
+    return equal(runtime)
+
+
+def _exchange_last(runtime: StepRuntime) -> None:
+    """Exchange what differs between the replicas: deltas since the last exchange, parameters."""
     queue = runtime.queue
     moving = [c for c in queue.channels if c.channel.writes_parameters]
     # Channels that queue deltas send first: landing the messages in flight sets the parameters to
@@ -165,15 +181,3 @@ def conclude(runtime: StepRuntime) -> bool | None:
         if c.channel.source == "delta" and not c.channel.equal_after_exchange:
             c.show_anchor()
     runtime.host.commit()
-    if equal(runtime):
-        return True
-    set_mean(runtime)
-    if runtime.topology.rank == 0:
-        log.warning(
-            "%s: parameters differed between islands at the end (unlike hardware, or unlike "
-            "training): they are the mean over the islands now. Those here were %.2g of their norm "
-            "away",
-            runtime.topology.name,
-            runtime.drift,
-        )
-    return equal(runtime)

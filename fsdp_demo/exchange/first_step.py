@@ -19,8 +19,8 @@ from ..errors import counted, first_few, see
 from ..hosts.base import TrainingHost, named_buffers, plain_name, plain_parts
 from ..peers.header import DIGESTS
 from .refusals import refuse_sparse
+from .rewritten import sums
 from .runtime import StepRuntime
-from .watch import sums
 
 log = logging.getLogger("fsdp_demo")
 
@@ -83,11 +83,11 @@ class Noted:
         self.sums: dict[str, int] | None = None
 
     def note(self) -> None:
-        """Take the sums now: one pass over the tensors, one read from the device."""
+        """Take the checksums now: one pass over the tensors, one read from the device."""
         self.sums = self._now() if self._device.type != "meta" else None
 
     def moved(self) -> list[str]:
-        """The names of the tensors whose values are others now."""
+        """The names of the tensors whose checksums have changed since `note`."""
         now, then = self._now(), self.sums or {}
         return [name for name in then if now.get(name, then[name]) != then[name]]
 

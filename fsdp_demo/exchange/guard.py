@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from ..errors import Mismatch, NeedsDecision, PeerLost, Stopped, WireError
-from ..rendezvous.island import TORN
+from ..rendezvous.sibling_watch import TORN
 from ..rendezvous.topology import Topology
 from ..status import DECIDE, SAVED, leave, tell_launcher
 from .exchange import Exchange

@@ -225,7 +225,7 @@ class InFlightQueue:
         if failed:
             self.broken = True
             raise error or PeerLost("another rank of this island lost its peer")
-        self.watch.hear(headers, int(stop))
+        self.watch.take_loss_and_stop(headers, int(stop))
         if rewritten:
             self.watch.tell_of_written(self.connections.island)
         if islands and flight.step >= 0:  # copies that are not active hear of it here
@@ -265,9 +265,7 @@ class InFlightQueue:
         self.norms.load({})
 
     def note_unsent(self) -> None:
-        """Mark messages without an answer as lost: all islands have stopped together, so none will
-        come, and they are saved as unsent.
-        """
+        """Mark messages without an answer as lost, to be saved as unsent: all islands stop."""
         futures = [f.future for f in self.flights if f.future is not None]
         self.broken |= any(not f.done() or f.exception() is not None for f in futures)
 
@@ -320,7 +318,7 @@ class InFlightQueue:
         applied: Mapping[str, int],
         flights: list[PendingExchange],
     ) -> None:
-        """Stand where the donor of this newcomer stood at `step`, with its messages under way."""
+        """Set what the donor of this newcomer had at `step`, with its messages under way."""
         self.begin(step)
         self.last |= last
         self.applied, self.flights = dict(applied), flights

@@ -9,7 +9,7 @@ without it, since the others may never use that part. Payloads of gradients are 
 gradients of the coming step do not exist yet.
 
 If all islands are told to end, nobody is left to count an early part: all stop between the same
-messages (`network_loop.Stopping`), and each saves its own work. In a mesh nobody leaves alone: the
+messages (`stopping.Stopping`), and each saves its own work. In a mesh nobody leaves alone: the
 loss of a replica ends the attempt.
 """
 
@@ -129,7 +129,7 @@ def say(runtime: StepRuntime, seconds: float) -> bool:
 
 
 def _fate(runtime: StepRuntime, due: list[ChannelRunner], step: int, held: bool) -> str:
-    """A sentence on whether the others hold the steps since the last exchange, counted from 1."""
+    """A sentence on whether the others hold this island's steps since the last exchange."""
     first = 1 + max(min(runtime.queue.last.get(c.channel.name, 0) for c in due), 0)
     taken = f"steps {first} to {runtime.step}" if first < runtime.step else f"step {runtime.step}"
     if held:
@@ -295,7 +295,7 @@ class Departures:
             self._presence.end("left")
 
     def finish(self, step: int) -> None:
-        """End the run at `step`: all islands have read the last messages before any closes."""
+        """End the run at `step`, when all islands have read the last messages."""
         if (peers := self._connections.peers) is not None:
             peers.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"), END, step)
             peers.wait_read(peers.timeout)

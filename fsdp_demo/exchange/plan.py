@@ -101,9 +101,7 @@ class Plan:
         )
 
     def most(self) -> Meter:
-        """The step that sends the most bytes, within a cycle (all channels at once where the cycle
-        is long).
-        """
+        """The step of a cycle that sends the most bytes (all channels, where a cycle is long)."""
         if self.cycle > 10_000:
             return self._counts(range(len(self.sections)))
         return max(
@@ -161,7 +159,7 @@ def local_shape(shape: Sequence[int], shards: int, shard: int) -> tuple[int, ...
 # * state: kept all the time. Accumulators on the device; anchors and outer momenta there or, with
 #   `offload_outer_state`, in pinned memory. torch rounds each pinned block up to a power of two
 #   (torch 2.13, `CachingHostAllocator.h`), which is not counted: up to as much again. On a CPU a
-#   vector that is sent whole in every step, and its mean, keep their memory (`vector_pool.py`); 4
+#   vector that is sent whole in every step, and its mean, keep their memory (`VectorPool`); 4
 #   bytes per element more while the other islands have not said that they have the last message.
 # * in flight: kept between steps while payloads are under way (`schedule.delay`), at its largest.
 # * workspace: taken on top of both by a step with an exchange, at its largest. A sparse or gathered

@@ -17,7 +17,8 @@ from ..config.auto import AutoChoice
 from ..config.schema import ExchangeConfig
 from ..elastic.peer_group import PeerGroup
 from ..hosts.base import TrainingHost
-from ..rendezvous.island import IslandGroup, collective
+from ..rendezvous.island import IslandGroup
+from ..rendezvous.sibling_watch import collective
 from ..rendezvous.topology import Topology
 from . import summary
 from .leaving import next_due

@@ -17,7 +17,7 @@ from ..config.schema import ExchangeConfig
 from ..errors import Mismatch, first_few, see
 from ..hosts.base import TrainingHost
 from ..rendezvous.island import IslandGroup
-from .watch import sums
+from .rewritten import sums
 
 log = logging.getLogger("fsdp_demo")
 

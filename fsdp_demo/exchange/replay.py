@@ -65,17 +65,7 @@ def join(
         "%s: the run is under way: this island joins it, with the state that the others have now",
         runtime.topology.name,
     )
-    while True:
-        following = None if runtime.peers is None else runtime.peers.following
-        try:
-            stand = _take_snapshot(runtime, model, told, following)
-            runtime.trains_from(NEVER)
-            taken = _take_ticks(runtime, following)
-            break
-        except StoreSilent:
-            raise
-        except PeerLost as error:  # on all ranks of the island: no step of its own was taken
-            _follow_another(runtime, following, error)
+    following, stand, taken = _follow(runtime, model, told)
     runtime.trains_from(runtime.step)
     if runtime.topology.rank == 0:  # steps that were made up for count as those before
         runtime.status.settled = stand.tokens * runtime.step // max(stand.step, 1)
@@ -92,6 +82,24 @@ def join(
             following.fetched / 2**20,
         )
     return stand.host
+
+
+def _follow(
+    runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any]
+) -> tuple[Following | None, DonorPosition, int]:
+    """Take a donor's snapshot and repeat its steps, from another donor where one is lost: the last
+    donor, where its snapshot was taken, and how many steps were repeated.
+    """
+    while True:
+        following = None if runtime.peers is None else runtime.peers.following
+        try:
+            stand = _take_snapshot(runtime, model, told, following)
+            runtime.trains_from(NEVER)
+            return following, stand, _take_ticks(runtime, following)
+        except StoreSilent:
+            raise
+        except PeerLost as error:  # on all ranks of the island: no step of its own was taken
+            _follow_another(runtime, following, error)
 
 
 def _follow_another(runtime: StepRuntime, following: Following | None, error: PeerLost) -> None:
@@ -219,7 +227,7 @@ def _take_ticks(runtime: StepRuntime, following: Following | None) -> int:
 
 
 def _next(runtime: StepRuntime, following: Following | None) -> Tick | None:
-    """The donor's next step; None when this island goes on by itself."""
+    """The donor's next step to repeat; None when this island has caught up."""
 
     def ask() -> list[Any]:
         assert following is not None, "the first rank of an island has a peer group"

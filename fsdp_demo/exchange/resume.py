@@ -5,11 +5,14 @@ which messages are sent once more.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..elastic.agreement import gather_json
 from .in_flight import InFlightQueue
 from .runtime import StepRuntime
 from .saved_state import ExchangeState
+from .sending import PendingExchange
 
 log = logging.getLogger("fsdp_demo")
 
@@ -121,21 +124,7 @@ def agree(runtime: StepRuntime, donor: int) -> None:
     everyone = gather_json(peers, mine) if peers is not None else []
     if everyone:
         queue.history.load(everyone[donor]["history"])
-    theirs = [{(s, *members): here for s, members, here in each["flights"]} for each in everyone]
-    known = {key for held in theirs for key in held}
-    lost = any(
-        key not in held and key[0] < each["step"]
-        for each, held in zip(everyone, theirs, strict=True)
-        for key in known
-    )
-    again = [
-        peers is not None and not all(held.get((f.step, *f.members)) for held in theirs)
-        for f in flights
-    ]
-    # a part has acted here
-    lost |= any(
-        f.members != list(f.parts) for f, wanted in zip(flights, again, strict=True) if wanted
-    )
+    lost, again = _to_send_again(flights, everyone)
     heard = everyone[donor]["tokens"] if everyone else 0
     dropped, tokens, *repeat = island.max(float(lost), heard, *map(float, again))
     if not counted and island.rank == 0:
@@ -149,6 +138,24 @@ def agree(runtime: StepRuntime, donor: int) -> None:
         {c.channel.name: -int(v) for c, v in zip(queue.channels, common, strict=True)},
         [flight for flight, wanted in zip(queue.flights, repeat, strict=False) if wanted],
     )
+
+
+def _to_send_again(
+    flights: Sequence[PendingExchange], everyone: Sequence[Mapping[str, Any]]
+) -> tuple[bool, list[bool]]:
+    """Whether an island lacks a message that it should have sent, or a part of one has acted here;
+    and which of `flights` not all islands have received.
+    """
+    theirs = [{(s, *members): here for s, members, here in each["flights"]} for each in everyone]
+    known = {key for held in theirs for key in held}
+    lost = any(
+        key not in held and key[0] < each["step"]
+        for each, held in zip(everyone, theirs, strict=True)
+        for key in known
+    )
+    again = [not all(held.get((f.step, *f.members)) for held in theirs) for f in flights]
+    acted = [f.members != list(f.parts) for f in flights]
+    return lost or any(a and b for a, b in zip(acted, again, strict=True)), again
 
 
 def _drop(queue: InFlightQueue, apart: bool) -> None:

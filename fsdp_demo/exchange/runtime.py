@@ -43,19 +43,20 @@ from ..hosts.step_hooks import TickCalls
 from ..peers.header import LEAVING
 from ..peers.join_messages import Tick
 from ..peers.votes import VotePace
-from ..rendezvous.island import SiblingWatch, collective
+from ..rendezvous.sibling_watch import SiblingWatch, collective
 from ..rendezvous.topology import Topology
 from . import run_specification
 from .in_flight import InFlightQueue
 from .message import LocalStatus, mean_rate
 from .refusals import Copies
-from .watch import EVERY, Rewritten, drift, total
+from .rewritten import EVERY, Rewritten, total
+from .watch import drift
 
 log = logging.getLogger("fsdp_demo")
 
 
 class StepPhases(Protocol):
-    """The work around a step that is not the channels' (`phases.py` has it). All ranks of an
+    """The work around a step that is not the channels' (`assembly.Phases` has it). All ranks of an
     island come to each method together.
     """
 
@@ -137,7 +138,7 @@ class StepRuntime:
         self.hooks = host.hooks(calls)
         copies = Copies(host, self.island)
         self._copies = copies if copies.pending else None
-        self.rewritten = Rewritten(host, queue.watch)
+        self.rewritten = Rewritten(host, queue.watch.found_written)
         self._pace = VotePace()
         self._exchanged = False  # a message has left or was applied since the last vote
         self.drift: float | None = None

@@ -139,9 +139,7 @@ class CommWorker:
             self.meter.seconds_waiting += future.waited(start, time.perf_counter())
 
     def close(self) -> bool:
-        """End the thread after all submitted jobs; False if it hangs on a silent peer and is left
-        behind.
-        """
+        """End the thread after all submitted jobs; False if a silent peer holds it."""
         self._jobs.put(None)
         self._thread.join(5.0)
         return not self._thread.is_alive()

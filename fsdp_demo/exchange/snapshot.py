@@ -50,8 +50,8 @@ def hand(
     told: Mapping[str, Any],
     tells: Callable[[], dict[str, Any]],
 ) -> None:
-    """Copy the state of this rank to host memory, and hand it to the donor feed of its peer group.
-    All ranks of the island call it together.
+    """Copy this rank's state to host memory, and hand it to the donor feed of its peer group. All
+    ranks of the island call it together.
 
     Args:
         model: with the frozen parameters and buffers of the snapshot; None: none.
@@ -105,7 +105,8 @@ def give(
     tensors: Mapping[str, Tensor],
     following: Following | None,
 ) -> None:
-    """Set this rank to the state of its donor. All ranks of the island call it together.
+    """Write a donor's snapshot into this rank's channels, parameters and optimizers. All ranks of
+    the island call it together.
 
     Args:
         stand: the donor's position.

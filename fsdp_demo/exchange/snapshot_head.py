@@ -219,14 +219,7 @@ def read(runtime: StepRuntime, told: Mapping[str, Any], data: Tensor) -> Snapsho
         ValueError: it is of another run, model, preset, place or release, with the values of both
             sides; or no head at all.
     """
-    what = "the head of a snapshot"
-    by = from_bytes(data, WrittenHead, what, ValueError)
-    if by.format != FORMAT:
-        raise ValueError(
-            f"the snapshot has format {by.format!r:.20}, written by fsdp_demo {by.package!r:.40}; "
-            f"this is {__version__}, which reads format {FORMAT}: use one release everywhere"
-        )
-    head = from_bytes(data, SnapshotHead, what, ValueError)
+    head = _decoded(data)
     stand, where = head.stand, head.place
 
     def refuse(what: str) -> ValueError:
@@ -256,6 +249,17 @@ def read(runtime: StepRuntime, told: Mapping[str, Any], data: Tensor) -> Snapsho
         raise refuse(odd)
     runtime.queue.watch.unlike = agreement.warned(may)
     return head
+
+
+def _decoded(data: Tensor) -> SnapshotHead:
+    what = "the head of a snapshot"
+    by = from_bytes(data, WrittenHead, what, ValueError)
+    if by.format != FORMAT:
+        raise ValueError(
+            f"the snapshot has format {by.format!r:.20}, written by fsdp_demo {by.package!r:.40}; "
+            f"this is {__version__}, which reads format {FORMAT}: use one release everywhere"
+        )
+    return from_bytes(data, SnapshotHead, what, ValueError)
 
 
 def _names(counts: Sequence[Mapping[str, float]] | None) -> list[list[str]] | None:

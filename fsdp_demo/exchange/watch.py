@@ -1,13 +1,12 @@
-"""Checks of one rank during training: on the messages of all islands (replicas that are no longer
-equal, not finite, far from the others, or all alike), and between its own steps (parameters that
-are written by something else than the optimizer).
+"""Checks of one rank on the messages of all islands: replicas that are no longer equal, not finite,
+far from the others, or all alike.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -17,9 +16,11 @@ from torch import Tensor
 
 from ..elastic.peer_group import PeerGroup
 from ..errors import Mismatch, NotFinite, first_few, see
-from ..hosts.base import TrainingHost
 from ..peers.header import BEYOND, FAR, NOT_FINITE, SUMMED, Header, norm_of, rate_of
 from ..rendezvous.island import IslandGroup
+from .rewritten import odd_ones
+
+log = logging.getLogger("fsdp_demo")
 
 LIMIT = 10
 """Contributions in a row that are left out, not finite or far from the others', before the replica
@@ -119,9 +120,6 @@ def _key(members: Collection[str]) -> str:
 
 def _counts(header: Header) -> bool:
     return header.norm > 0 and not header.flags & NOT_FINITE
-
-
-log = logging.getLogger("fsdp_demo")
 
 
 class Watch:
@@ -257,10 +255,14 @@ class Watch:
         what = "were far from the others'" if far else "were not finite (NaN or Inf)"
         give_up(self._run, None if others_too else peers, what)
 
-    def found_written(self, name: str, again: bool) -> None:
-        """Note a tensor that was rewritten, to be told of with the next message."""
-        if name not in self._told:
-            self.written[name] = again or self.written.get(name, False)
+    def found_written(self, name: str, again: bool) -> bool:
+        """Note a tensor that was rewritten, to be logged with the next message; False where it was
+        logged before. again: it was seen after another step, too.
+        """
+        if name in self._told:
+            return False
+        self.written[name] = again or self.written.get(name, False)
+        return True
 
     def tell_of_written(self, island: IslandGroup) -> None:
         """Log, once for each, the tensors that were rewritten on any rank of the island: as a
@@ -288,9 +290,9 @@ class Watch:
                 first_few(always, 3),
             )
 
-    def hear(self, headers: Sequence[Header], stop: int) -> None:
-        """Take loss and stop flags from the headers of a message, once the island has voted that it
-        is here. stop: its flags on any rank.
+    def take_loss_and_stop(self, headers: Sequence[Header], stop: int) -> None:
+        """Take the mean loss and the stop flags from the headers of a message, once the island has
+        voted that it is here. stop: its flags on any rank.
         """
         self.stop |= stop
         losses = [h.loss for h in headers if not math.isnan(h.loss)]
@@ -326,125 +328,3 @@ def drift(island: IslandGroup, far: float, norm: float) -> float:
     """|theta - mean| / |mean| of this replica from this rank's squared norms."""
     far, norm = island.sum(far, norm)
     return math.sqrt(far / norm) if norm else 0.0
-
-
-# ---- sums of the bits of tensors, and their comparison -----------------------------------------
-
-EVERY = 50
-"""Least number of steps between two comparisons over the islands. A sum reads the tensors once; a
-step takes hundreds of times as long."""
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PIECE = 1 << 20  # elements at a time: torch makes a 64-bit copy of what it adds up on a CPU
-
-
-def total(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The sum modulo 2^64 of the bits of all tensors, taken as whole numbers of the size of their
-    elements: int64 scalar on `device`.
-    """
-    sums = [
-        piece.view(_WORDS[t.element_size()]).sum(dtype=torch.int64)
-        for t in tensors
-        for piece in t.detach().contiguous().view(-1).split(_PIECE)
-        if t.numel()
-    ]
-    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=device)
-
-
-def word_sum(t: Tensor | None, device: torch.device) -> Tensor:
-    """`total` of one tensor, 0 for None, in words of 8 bytes where its size allows that: int64
-    scalar. On a CPU that takes an eighth of the time, but it is not what messages hold.
-    """
-    if t is None or t.numel() * t.element_size() % 8:
-        return total([] if t is None else [t], device)
-    flat = t.detach().contiguous().view(-1)
-    aligned = flat.storage_offset() * flat.element_size() % 8 == 0
-    return (flat if aligned else flat.clone()).view(torch.int64).sum()
-
-
-def sums(tensors: Sequence[Tensor | None], device: torch.device) -> list[int]:
-    """`word_sum` of each tensor; read from `device` in one go."""
-    each = [word_sum(t, device).to(device) for t in tensors]
-    return list(torch.stack(each).cpu().tolist()) if each else []
-
-
-def odd_ones(totals: Sequence[int | None]) -> list[int]:
-    """Indices of the replicas whose sum is not that of more than half of them; all, where no sum
-    has a majority. None: not compared.
-
-    Example:
-        >>> from fsdp_demo.exchange.watch import odd_ones
-        >>> odd_ones([7, 7, 9]), odd_ones([7, 9]), odd_ones([7, None])
-        ([2], [0, 1], [])
-    """
-    known = [t for t in totals if t is not None]
-    if len(set(known)) < 2:
-        return []
-    most = max(set(known), key=known.count)
-    sure = 2 * known.count(most) > len(known)
-    return [j for j, t in enumerate(totals) if t is not None and (t != most or not sure)]
-
-
-SMALL = 0.1
-"""Share of a rank's trained values: who writes more after every step has a copy of them."""
-
-
-class Rewritten:
-    """The check for parameters that are written between an exchange and the step after it by
-    something else than the base optimizer: a wrapper around it with its own copy, weight clipping,
-    code of the loop.
-
-    The sums of the tensors that an exchange has written, at the end of its step, are compared with
-    those ahead of the next step: two passes and one read from the device in a round. Where `SMALL`
-    tensors were written, they are looked at after each further step of the round, too.
-
-    Args:
-        watch: gets the names of the tensors found (`Watch.written`).
-    """
-
-    def __init__(self, host: TrainingHost, watch: Watch):
-        self._host, self._watch = host, watch
-        self._exchanged: set[int] = set()
-        self._again: list[int] = []
-        self._looks: list[int] = []
-        self._left: Tensor | list[int] | None = None
-
-    def exchanged(self, tensors: Iterable[int]) -> None:
-        """Note that an exchange has written these of the host's `params`."""
-        self._exchanged.update(tensors)
-        self._left, self._again = None, []
-
-    def note(self) -> None:
-        """Note the sums at the end of a step, where there is something to look at."""
-        self._looks = sorted(self._exchanged) or self._again
-        self._exchanged.clear()
-        if self._looks:  # nothing is read from a device here
-            sums = self._sums()
-            self._left = sums.tolist() if sums.device.type == "cpu" else sums
-
-    def compare(self, aside: bool) -> None:
-        """Compare, ahead of a step. aside: steps that do not count were taken meanwhile."""
-        left, self._left = self._left, None
-        if left is None or aside:
-            return
-        now = self._sums()
-        moved = (now != torch.as_tensor(left, device=now.device)).cpu().tolist()
-        found = [i for i, other in zip(self._looks, moved, strict=True) if other]
-        params, again = self._host.params, self._looks is self._again
-        for i in found:
-            self._watch.found_written(params[i].name, again)
-        if not again:
-            few = sum(math.prod(params[i].shape) for i in found)
-            every = sum(math.prod(p.shape) for p in params if not p.frozen)
-            untold = [i for i in found if params[i].name in self._watch.written]
-            self._again = untold if few <= SMALL * every else []
-
-    def forget(self) -> None:
-        """Forget the noted sums: parameters were written rightly, or the run begins anew."""
-        self._exchanged.clear()
-        self._left, self._again = None, []
-
-    @torch.no_grad()
-    def _sums(self) -> Tensor:
-        tensors, device = self._host.tensors("parameter"), self._host.device
-        return torch.stack([word_sum(tensors[i], device) for i in self._looks])

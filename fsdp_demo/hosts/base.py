@@ -69,9 +69,7 @@ class TrainingHost(ABC):
 
     @property
     def clips(self) -> str:
-        """Which clipping the engine itself does, as a sentence; empty where it does none or it is
-        not known.
-        """
+        """A sentence on the clipping that the engine itself does; empty for none, or not known."""
         return ""
 
     @property
@@ -92,9 +90,7 @@ class TrainingHost(ABC):
         """The learning rate that the optimizer has for each shard at this step."""
 
     def states(self) -> list[str]:
-        """Names of the optimizer states that are exchangeable: tensors of the shape of their
-        parameter.
-        """
+        """Names of the optimizer states that are exchangeable: of the shape of their parameter."""
         return sorted(
             {
                 key
@@ -307,8 +303,6 @@ def find_host(thing: Any) -> ModuleType | None:
 
 @functools.cache  # the metadata of all installed packages is read, several times a start
 def named(name: str) -> ModuleType | None:
-    """The module that attaches to engines of the package `name`; None where no installed package
-    offers one.
-    """
+    """The module that attaches to engines of package `name`; None where no package does."""
     entry = next(iter(entry_points(group=GROUP, name=name)), None)
     return cast("ModuleType", entry.load()) if entry else None

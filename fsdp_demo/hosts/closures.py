@@ -12,14 +12,11 @@ from torch import Tensor
 
 from ..errors import see
 
-# The gradients of one round of several optimizers' steps, or of a step that failed: which were
-# there when the exchange had acted on them.
-#
-# Nothing is read from a device: a tensor that was written to has another version.
-
 
 class RoundGradients:
-    """Remembers the gradients of each optimizer until it has stepped.
+    """Remembers the gradients of each optimizer, as they were when the exchange had acted on them,
+    until the optimizer has stepped: in a round of several optimizers' steps, or where a step
+    failed. Nothing is read from a device: a tensor that was written to has another version.
 
     Args:
         optimizers: of the round.

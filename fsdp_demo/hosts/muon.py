@@ -73,18 +73,7 @@ class MuonAdamW(torch.optim.Optimizer):
         from .sharded_muon import ShardedMuon  # imports FSDP2, which takes a second
 
         one_of("adjust", adjust, ADJUST)
-        named = list(params)
-        if not all(
-            isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
-            for entry in named
-        ):
-            raise ValueError(
-                "MuonAdamW tells matrices from embeddings by their names: pass "
-                "model.named_parameters()"
-            )
-        matrices, rest = list[tuple[str, Tensor]](), list[tuple[str, Tensor]]()
-        for n, p in named:
-            (rest if p.ndim != 2 or matches(n, adamw) else matrices).append((n, p))
+        matrices, rest = _split(list(params), adamw)
         rate = adamw_lr if adamw_lr is not None else adamw_rate(lr)
         parts: list[torch.optim.Optimizer] = []
         if matrices:
@@ -124,6 +113,19 @@ class MuonAdamW(torch.optim.Optimizer):
         for part in self.parts:
             part.step()
         return loss
+
+
+def _split(named: list[Any], adamw: tuple[str, ...]) -> tuple[list[Any], list[Any]]:
+    """The (name, parameter) of what Muon takes, and of the rest."""
+    if not all(isinstance(e, tuple) and len(e) == 2 and isinstance(e[0], str) for e in named):
+        raise ValueError(
+            "MuonAdamW tells matrices from embeddings by their names: pass model.named_parameters()"
+        )
+    by_adamw = [p.ndim != 2 or matches(n, adamw) for n, p in named]
+    return (
+        [entry for entry, rest in zip(named, by_adamw, strict=True) if not rest],
+        [entry for entry, rest in zip(named, by_adamw, strict=True) if rest],
+    )
 
 
 def adamw_rate(lr: float) -> float:

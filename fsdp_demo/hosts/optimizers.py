@@ -93,18 +93,8 @@ def check_inner(
     """Raise ValueError if the preset is not defined for one of the optimizers (of kinds `names`);
     the message says the cure.
     """
-    for optimizer in optimizers if keeps_momentum(config) else ():
-        first = max(group.get("betas", (0.0,))[0] for group in optimizer.param_groups)
-        if first:
-            log.warning(
-                "preset %s keeps a momentum of gradients itself, and %s adds its own: betas[0]=%g. "
-                "With both, training learned little: use betas=(0.0, 0.95), or "
-                "fsdp_demo.base_optimizer%s",
-                config.preset,
-                type(optimizer).__name__,
-                first,
-                see("wrong-optimizer"),
-            )
+    if keeps_momentum(config):
+        _warn_of_second_momentum(config.preset, optimizers)
     if {"any", "as_is"} & set(config.inner_optimizers):
         return
     muon = {"muon", "muonadamw"}
@@ -127,6 +117,21 @@ def check_inner(
                 f"preset {config.preset!r} is defined for {wanted}, found {found}: build it by "
                 "fsdp_demo.base_optimizer(config, params, lr)"
                 f"{form}, or insist with inner_optimizers='as_is'{see('wrong-optimizer')}"
+            )
+
+
+def _warn_of_second_momentum(preset: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        first = max(group.get("betas", (0.0,))[0] for group in optimizer.param_groups)
+        if first:
+            log.warning(
+                "preset %s keeps a momentum of gradients itself, and %s adds its own: betas[0]=%g. "
+                "With both, training learned little: use betas=(0.0, 0.95), or "
+                "fsdp_demo.base_optimizer%s",
+                preset,
+                type(optimizer).__name__,
+                first,
+                see("wrong-optimizer"),
             )
 
 
@@ -192,7 +197,7 @@ def misfit(
     kinds: Sequence[str] | None,
     saved: Iterable[tuple[str, Tensor, set[str]]],
 ) -> str:
-    """A sentence that says why saved states do not fit the optimizers here; empty where they do.
+    """A sentence on why saved states do not fit the optimizers here; empty where they fit.
 
     Args:
         kinds: `optimizer_kind` of the optimizers that saved them; None: not known.
@@ -257,9 +262,7 @@ def room(
 
 
 def _counter(group: dict[str, Any], p: Tensor) -> Tensor:
-    """A step counter at zero, as torch makes it: on the host unless the optimizer's kernels
-    count.
-    """
+    """A step counter at zero, as torch makes it: on the host unless the kernels count."""
     wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
     there = p.device if group["capturable"] or group["fused"] else torch.device("cpu")
     return torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=there)

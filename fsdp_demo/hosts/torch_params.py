@@ -31,7 +31,8 @@ from .base import (
     strided_offset,
 )
 from .optimizers import materialise
-from .step_hooks import SCALED, OptimizerStepHooks, TickCalls, scales
+from .step_checks import SCALED, scales
+from .step_hooks import OptimizerStepHooks, TickCalls
 
 
 class TorchHost(TrainingHost):
@@ -56,6 +57,24 @@ class TorchHost(TrainingHost):
         self._places: list[tuple[int, int, int]] = []
         self._shards = max((pieces(p) for _, _, _, p, _ in _walk(self.optimizers)), default=1)
         self.params: list[LocalParam] = []
+        self._list_parameters(model)
+        if not self.params:
+            raise ValueError(
+                "the optimizer holds no parameters: attach after the optimizer was built (and "
+                "after accelerator.prepare)"
+            )
+        known = {id(p) for p in model.parameters()} if model is not None else set()
+        if known and not any(id(p) in known for _, _, _, p, _ in _walk(self.optimizers)):
+            raise ValueError(
+                "the optimizer holds no parameter of this model: pass the model that it trains, "
+                "and build the optimizer after the model "
+                "was sharded (one of before holds parameters that nobody uses)"
+            )
+        self._trained = [trained(o) for o in self.optimizers]
+        self._count, self._looks = sum(map(len, self._trained)), 0
+        self.device = local_part(self.parameter(0)).device
+
+    def _list_parameters(self, model: torch.nn.Module | None) -> None:
         foreign = {id(t) for t in foreign_tensors(model).values()} if model is not None else set()
         for o, g, i, p, name in named_parameters(self.optimizers, model):
             if not p.requires_grad and (id(p) in foreign or is_foreign(p)):
@@ -73,21 +92,6 @@ class TorchHost(TrainingHost):
                     repeats=self._shards // pieces(p),
                 )
             )
-        if not self.params:
-            raise ValueError(
-                "the optimizer holds no parameters: attach after the optimizer was built (and "
-                "after accelerator.prepare)"
-            )
-        known = {id(p) for p in model.parameters()} if model is not None else set()
-        if known and not any(id(p) in known for _, _, _, p, _ in _walk(self.optimizers)):
-            raise ValueError(
-                "the optimizer holds no parameter of this model: pass the model that it trains, "
-                "and build the optimizer after the model "
-                "was sharded (one of before holds parameters that nobody uses)"
-            )
-        self._trained = [trained(o) for o in self.optimizers]
-        self._count, self._looks = sum(map(len, self._trained)), 0
-        self.device = local_part(self.parameter(0)).device
 
     def parameter(self, index: int) -> Tensor:
         o, g, i = self._places[index]
@@ -283,17 +287,13 @@ def reshard(model: torch.nn.Module | None) -> None:
 
 
 def unwrap_model(model: torch.nn.Module | None) -> Any:
-    """The model without the wrappers of torch.compile and DDP around it; None where there is
-    none.
-    """
+    """The model without the wrappers of torch.compile and DDP; None where there is none."""
     inner: Any = getattr(model, "_orig_mod", model)
     return inner.module if isinstance(inner, DistributedDataParallel) else inner
 
 
 def layers(optimizer: Any) -> list[Any]:
-    """An optimizer, and those that it wraps under `.optimizer`, as Accelerate does: the innermost
-    one last.
-    """
+    """An optimizer and those that it wraps under `.optimizer` (Accelerate), the innermost last."""
     found = [optimizer]
     while not type(found[-1]).__module__.startswith("torch.optim"):
         inner = getattr(found[-1], "optimizer", None)

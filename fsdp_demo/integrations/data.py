@@ -1,17 +1,20 @@
 """Data for islands: each island gets a part of its own, and whatever runs inside it (Trainer,
-Accelerate) splits that among its ranks.
+Accelerate) splits that among its ranks. Also what a Trainer's batches and rows say.
 """
 
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset, Subset
 
 from ..errors import counted
 from ..exchange import summary
+from ..exchange.exchange import Exchange
 from ..rendezvous.topology import Topology
 
 log = logging.getLogger("fsdp_demo")
@@ -98,3 +101,43 @@ class _Dealt(IterableDataset):
         """Set the epoch of the inner data set, which may shuffle by it."""
         if hasattr(self.inner, "set_epoch"):
             self.inner.set_epoch(epoch)
+
+
+def tokens_in(inputs: Any) -> int:
+    """Tokens of a batch: the elements of `input_ids`, else the rows of its first tensor."""
+    tensors = (
+        {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor)}
+        if hasattr(inputs, "items")
+        else {}
+    )
+    main = tensors.get("input_ids", next(iter(tensors.values()), None))
+    if main is None:
+        return 0
+    return main.numel() if "input_ids" in tensors or main.ndim == 0 else len(main)
+
+
+def _first_row(dataset: Any) -> str | None:
+    """A checksum of the first row; None where the data set has no rows by number."""
+    if not hasattr(dataset, "__getitem__"):
+        return None
+    try:
+        return f"row {zlib.crc32(repr(dataset[0]).encode())}"
+    except Exception:  # whatever its rows are like, training does not depend on this
+        return None
+
+
+def warn_of_same_rows(exchange: Exchange, dataset: Any) -> None:
+    """Log a warning where two islands were given the same data set, in whatever order. All ranks of
+    all islands that begin together call it; those that join later do not.
+    """
+    topology = exchange.topology
+    if not topology.elastic or exchange.newcomer:
+        return
+    rows = getattr(dataset, "_fingerprint", None) or _first_row(dataset)
+    # a word of its own where there is nothing to compare: only what is equal is news
+    if exchange.across_islands.any_equal(rows or f"island {topology.island}"):
+        exchange.rows_compared()
+        log.warning(
+            "two islands train on the same rows: give each island its own part: "
+            "train_dataset=split_dataset_by_island(dataset) (fsdp_demo.integrations.data)"
+        )

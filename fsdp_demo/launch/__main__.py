@@ -13,8 +13,9 @@ A rank that left by itself with status 75 (`fsdp_demo.guard`: saved, can go on) 
 where another rank of the island then failed with status 1 because of it.
 
 With `--restarts N` before the launcher's name the island is started again, at most N times, when it
-ended with 75 or was killed by a signal (`restarts.py`); `--resume-args "..."` is added to the
-script's arguments then. The script finds the number of its start in `ISLAND_ATTEMPT` (0, 1, ...):
+ended with 75 or was killed by a signal (`processes.supervise`); `--resume-args "..."` is added to
+the script's arguments then. The script finds the number of its start in `ISLAND_ATTEMPT` (0, 1,
+...):
 
     python -m fsdp_demo.launch --restarts 3 torchrun --nproc-per-node 2 train.py --resume auto
 """
@@ -41,6 +42,7 @@ from .processes import (
     end_strays,
     path_with_site,
     saved_before,
+    supervise,
 )
 
 EXAMPLE = "python -m fsdp_demo.launch --restarts 3 torchrun --nproc-per-node 8 train.py"
@@ -74,16 +76,12 @@ def _parse(argv: list[str]) -> tuple[int, list[str], list[str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a launcher (a name in `LAUNCHERS`) with the arguments after it; returns the island's
-    status.
-    """
+    """Run a launcher (a name in `LAUNCHERS`) with its arguments; returns the island's status."""
     restarts, resume, argv = _parse(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault(LAUNCHED, str(time.time()))
     with tempfile.TemporaryDirectory(prefix="fsdp-demo-") as folder:
         os.environ.setdefault(STATUS_FOLDER, folder)
         if restarts:
-            from .restarts import supervise
-
             return supervise(argv, restarts, resume)
         if argv[0] == "deepspeed":
             from .deepspeed import run

@@ -1,4 +1,5 @@
-"""Small helpers for a parent that must leave no process behind.
+"""Launchers as children of this process, which must leave no process behind; an island whose ranks
+saved and left, or were killed, is started again (`supervise`).
 
 `torchrun` starts every rank in a session of its own, so signals to the launcher's process group do
 not reach the ranks, and a launcher that is killed leaves them running. On Linux the parent
@@ -20,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..status import FOLDER as STATUS_FOLDER
 from ..status import SAVED
 
 # The launchers by name, and how the end of their ranks is read.
@@ -177,6 +179,50 @@ def end_strays() -> None:
     reap(())
 
 
+def returns(status: int) -> bool:
+    """Whether an island that ended with this status is started again: it saved and left, or was
+    killed.
+
+    >>> [status for status in (0, 1, 2, 75, 78, 137, 139) if returns(status)]
+    [75, 137, 139]
+    """
+    return status == SAVED or status >= 128
+
+
+def supervise(words: Sequence[str], restarts: int, resume: Sequence[str] = ()) -> int:
+    """Run `python -m fsdp_demo.launch *words`, and again as long as it ends with a status that
+    `returns`; the last status.
+
+    Each start is a process of its own (`python -m fsdp_demo.launch` without restarts), under the
+    same `ISLAND_RUN`: the islands agree in the store on the attempt in which they meet again
+    (`rendezvous/attempts.py`). A signal to end ends the island and no other is started.
+
+    Args:
+        restarts: how often it is started again at most.
+        resume: what is added to the script's arguments from the second start on.
+    """
+    adopt_orphans()
+    island = Launcher()
+    with island.listening():
+        for number in range(restarts + 1):
+            # none reads what an earlier one has left
+            folder = Path(os.environ[STATUS_FOLDER]) / f"attempt{number}"
+            folder.mkdir(parents=True, exist_ok=True)
+            env = {**os.environ, ATTEMPT: str(number), STATUS_FOLDER: str(folder)}
+            if number:
+                env[LAUNCHED] = str(time.time())
+            again = resume if number else ()
+            status = island.run([sys.executable, "-m", "fsdp_demo.launch", *words, *again], env)
+            if island.told or number == restarts or not returns(status):
+                break
+            sys.stderr.write(
+                f"fsdp_demo.launch: ended with status {status}; restart {number + 1} of "
+                f"{restarts}\n"
+            )
+            end_strays()
+    return status
+
+
 def _processes() -> Iterator[tuple[int, str, int]]:
     """Id, state (a letter) and parent's id of every process."""
     for entry in Path("/proc").glob("[0-9]*/stat"):
@@ -212,9 +258,7 @@ def send(pids: Iterable[int], number: int) -> None:
 
 
 def reap(known: Iterable[int]) -> None:
-    """Collect adopted children that have ended; those in `known` are left to their `Popen`
-    objects.
-    """
+    """Collect adopted children that have ended; `Popen` objects collect those in `known`."""
     known = set(known)
     for pid, state, parent in _processes():
         if state == "Z" and parent == os.getpid() and pid not in known:

@@ -47,7 +47,7 @@ class Rehearsal:
         run: id of the run.
         cpu: whether the ranks use the CPU even where there are GPUs.
         grace: seconds that the others get when one island dies for good.
-        restarts: how often an island is started again at most (`restarts.py`).
+        restarts: how often an island is started again at most (`processes.supervise`).
         resume_args: arguments that are added to the script's from the second start on.
 
     Raises:

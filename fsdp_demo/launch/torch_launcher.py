@@ -72,9 +72,7 @@ def failed_status(error: ChildFailedError, folder: str | None, stops: list[float
 
 
 def main(argv: list[str]) -> int:
-    """Run a launcher of torch (`LAUNCHERS`) with the arguments after its name; returns the island's
-    status.
-    """
+    """Run a launcher of torch (`LAUNCHERS`) with its arguments; returns the island's status."""
     gc.disable()  # imports take a fifth less, and what they make stays
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

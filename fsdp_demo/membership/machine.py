@@ -85,7 +85,9 @@ class Rank:
     # ---- messages ------------------------------------------------------------------------------
 
     def _launched(self, event: protocol_events.Launched) -> tuple[Rank, Actions]:
-        """While it may not be sent, it is only noted: it is sent in the next epoch."""
+        """Launch message n. It is sent at once, or, while it may not be sent yet (`_must_wait`),
+        noted and sent in the next epoch.
+        """
         n, kind, rank = event.n, event.kind, self
         if not self.begun and n > self.next and not event.question:
             rank = self._begins(n)
@@ -107,7 +109,9 @@ class Rank:
         return base == 0 or self.next > base
 
     def _begins(self, n: int) -> Rank:
-        """A newcomer begins with message n: those from its base on were questions."""
+        """This rank as a newcomer whose first message is n. The messages from its base to n - 1
+        were questions, which it was not asked.
+        """
         rank = self
         for question in range(self.next, n):
             rank = rank._asked(question)
@@ -165,8 +169,8 @@ class Rank:
         ]
 
     def _received(self, event: protocol_events.PieceReceived) -> tuple[Rank, Actions]:
-        """A frozen rank drops what comes: who has reported never completes anything of the old view
-        (freeze-first).
+        """Keep a piece that has come. A frozen rank drops it: after its report it completes no
+        message of the old view (freeze-first).
         """
         if not self._receives(event.view) or event.sender not in self.record.members:
             return self, ()
@@ -189,7 +193,7 @@ class Rank:
         return rank._with(entry)._voted_if_held(event.n, [*actions, *more])
 
     def _receives(self, view: int) -> bool:
-        """Whether frames and beats of this view are taken."""
+        """Whether this rank takes frames and beats of `view`: it is running, in that view."""
         return self.state == "running" and view == self.record.view
 
     def _wanted(self, n: int, kind: Kind, piece: Piece) -> bool:
@@ -205,7 +209,7 @@ class Rank:
         return piece in needed(kind, settled)
 
     def _kept(self, entry: OpenMessage) -> OpenMessage:
-        """A message in a new view: what belongs to its settlement is kept."""
+        """An open message at the start of a view: without pieces that its settlement lacks."""
         pieces = frozenset(p for p in entry.pieces if self._wanted(entry.n, entry.kind, p))
         return replace(entry, pieces=pieces, shares=frozenset())
 
@@ -224,13 +228,13 @@ class Rank:
         return protocol_events.CastVote(Ballot(n, self.rank, self.record.view), self.record.epoch)
 
     def _made_of(self, entry: OpenMessage) -> frozenset[Piece] | None:
-        """The pieces of a message as it is settled, if all are here: then this rank holds it."""
+        """The pieces from which a message is delivered, if this rank has all of them."""
         pieces = needed(entry.kind, self.record.settlement(entry.n))
         return pieces if entry.pieces >= pieces else None
 
     def _voted(self, event: protocol_events.Voted) -> tuple[Rank, Actions]:
-        """A vote of a later view is kept until this rank has adopted it; one of an older view
-        counts for nothing (vote-with-view).
+        """Count another rank's ballot. One of a later view is kept until this rank has adopted that
+        view, one of an earlier view is dropped (vote-with-view).
         """
         ballot = event.ballot
         if ballot.view == self.record.view:
@@ -249,8 +253,8 @@ class Rank:
         return all(Ballot(n, r, self.record.view) in self.ballots for r in range(self.ranks))
 
     def _delivered_if_agreed(self, n: int) -> tuple[Rank, Actions]:
-        """A frozen rank may deliver, too, if all ranks held the message before they froze: their
-        reports say so.
+        """Deliver message n, if it is here and all ranks of the island hold it. A frozen rank
+        delivers it, too: all ranks held it before they froze, and their reports say so.
         """
         entry = self._entry(n)
         pieces = self._made_of(entry)
@@ -324,8 +328,9 @@ class Rank:
         return rank._freeze() if rank.state == "running" else (rank, ())
 
     def _too_few_without(self, lost: frozenset[Member]) -> Actions:
-        """Say so where too few members are left without these, which a rank of this island has
-        lost. Nobody need report: whoever goes on hears each other in every peer group.
+        """`TooFew` where fewer than `min_continue` members are left without `lost`, which a rank of
+        this island has lost. No reports are needed: those that go on hear each other in every peer
+        group.
         """
         left = tuple(m for m in self.record.members if m not in lost)
         if len(left) >= self.min_continue:
@@ -333,14 +338,14 @@ class Rank:
         return (protocol_events.TooFew(left, lost=lost.intersection(self.record.members)),)
 
     def _frozen_heard(self, event: protocol_events.FrozenHeard) -> tuple[Rank, Actions]:
-        """Freeze at the news of a change. A frame of another view is of no use."""
+        """Freeze, since another rank has frozen this view. News of another view are dropped."""
         if not self._receives(event.view):
             return self, ()
         few = self._too_few_without(self.lost | event.lost)
         return (self, few) if few else self._freeze()
 
     def _freeze(self) -> tuple[Rank, Actions]:
-        """Freeze first, then report what is held; once in a view (freeze-first)."""
+        """Stop receiving, and report which messages this rank holds; once a view (freeze-first)."""
         held = tuple(HeldMessage(e.n, e.kind, e.delivered, e.pieces) for e in self.open)
         heard = frozenset(self.record.members) - self.lost
         base = zip(self.record.members, self.record.base, strict=True)
@@ -403,9 +408,7 @@ class Rank:
         return self._adopt(record)
 
     def _with_record(self, record: Record) -> Rank:
-        """This rank with `record` as its newest; how far each remaining member has delivered is
-        kept.
-        """
+        """This rank with `record` as its newest; how far each member has delivered is kept."""
         known = dict(zip(self.record.members, self.heard, strict=True))
         moved = dict(zip(self.record.members, self.record.base, strict=True))
         record = record.begun_at(moved.get(m, 0) for m in record.members)
@@ -422,7 +425,7 @@ class Rank:
         )
 
     def _send_noted(self) -> tuple[Rank, Actions]:
-        """A join is decided: what was launched meanwhile is sent."""
+        """Send what was launched while the store had not answered about a join."""
         if self.state != "running":
             return self, ()
         rank, actions = replace(self, sent=self.next), list[Action]()
@@ -488,9 +491,10 @@ class Rank:
         return replace(self, planned=base), (protocol_events.ProposeRecord(planned),)
 
     def _leave(self, event: protocol_events.Leave) -> tuple[Rank, Actions]:
-        """The others hear it as `PeerLost` without waiting for a timer. What they hold of this
-        island in every peer group counts, and so does what it has sent ahead of a message that it
-        has not launched (early-part)."""
+        """This island leaves: its peers get `PeerLost` at once, without a timer. What they hold of
+        it in every peer group counts, and so does its early part of the coming message
+        (early-part).
+        """
         return replace(self, state="left", open=(), ballots=frozenset()), (
             protocol_events.Freeze(self.record.view),
         )
@@ -501,7 +505,7 @@ class Rank:
         return next((e for e in self.open if e.n == n), None) or OpenMessage(n, kind)
 
     def _own(self, n: int, kind: Kind) -> OpenMessage:
-        """A message that is launched here: now its kind is known."""
+        """The open message n, with the kind that it was launched with here."""
         return replace(self._entry(n), kind=kind)
 
     def _with(self, entry: OpenMessage) -> Rank:

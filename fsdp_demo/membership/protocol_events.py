@@ -170,9 +170,7 @@ class Freeze(Action, frozen=True):
 
 
 class PostReport(Action, frozen=True):
-    """Write the report to the store; then watch the store for reports and records, and hand them
-    in.
-    """
+    """Write the report to the store; then watch it for reports and records to hand in."""
 
     report: Report
 

@@ -162,9 +162,7 @@ class Record:
         return tuple([m for m, base in zip(self.members, self.base, strict=True) if base <= n])
 
     def default(self, n: int) -> Settlement:
-        """How message n is settled if the record says nothing: all members that take part, in this
-        view.
-        """
+        """The settlement of message n, if the record has none: all its members, in this view."""
         return Settlement(n, self.contributors(n), self.view)
 
     def settlement(self, n: int) -> Settlement:
@@ -176,21 +174,21 @@ class Record:
         return found._replace(contributors=tuple(m for m in found.contributors if m not in late))
 
     def asked(self, n: int) -> Record:
-        """When message n is a question: who would begin with it begins behind it. All launch the
-        same messages, so all come to the same.
+        """This record after question n: the base of a newcomer whose base was n is n + 1. All
+        members launch the same messages, so all make the same change.
         """
         return self.begun_at(b + 1 if 0 < b == n else b for b in self.base)
 
     def begun_at(self, base: Iterable[int]) -> Record:
-        """With these bases where they are later."""
+        """This record with each member's base raised to the one given, where that is later."""
         return replace(self, base=tuple(map(max, self.base, base)))
 
     def bare(self) -> Record:
-        """Without what is needed once only."""
+        """This record without what is needed only when it is adopted."""
         return replace(self, forwards=(), stable=0)
 
     def digest(self) -> str:
-        """Of this record and those before it: 16 hexadecimal digits."""
+        """Digest of this record and all before it: 16 hexadecimal digits."""
         return _digest(self.history, self.epoch, self.view, self.members, self.settlements)
 
     def following(self, **changes: object) -> Record:

@@ -42,9 +42,7 @@ def complete(record: Record, reports: Iterable[Report], ranks: int) -> Reports:
 
 
 def expected(record: Record, reports: Iterable[Report]) -> frozenset[Member]:
-    """Members that somebody hears, or that have begun to report: their reports are worth waiting
-    for.
-    """
+    """Members whose report may still come: another one hears them, or a rank of theirs reported."""
     own = [r for r in reports if r.view == record.view]
     return frozenset(m for m in record.members if any(r.member == m or m in r.heard for r in own))
 

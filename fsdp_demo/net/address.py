@@ -1,4 +1,6 @@
-"""Addresses of machines: host:port as text, and the address of this machine that others reach."""
+"""Addresses of machines: host:port as text, and the address of this machine that others reach. Also
+the keys that protect connections between them (`Keys`).
+"""
 
 from __future__ import annotations
 
@@ -116,19 +118,18 @@ def interface_addresses(names: Collection[str]) -> list[tuple[str, str]]:
     return found
 
 
-# ---- keys of CURVE from the token of a run (ISLAND_TOKEN) ----------------------------------------
-
-# All ranks derive the same pair from the token. The side that listens proves by the secret half
-# who it is; the public half is never sent, so that who knows it has the token. The other side
-# takes a fresh pair each time. A token is stretched (scrypt), so that guesses are dear; it should
-# be random all the same, such as `openssl rand -hex 32`.
-
 SHORTEST = 16  # characters of a token
 STRETCH = 1 << 14  # work of one guess of a token, the n of scrypt: 40 ms and 16 MiB
 
 
 class Keys:
-    """The keys of CURVE that all ranks of a run derive from its token.
+    """The pair of keys of ZeroMQ's CURVE that all ranks of a run derive from its token
+    (ISLAND_TOKEN).
+
+    The side that listens proves by the secret half who it is. The public half is never sent, so
+    whoever knows it has the token. The side that connects takes a fresh pair each time. The token
+    is stretched (scrypt), so guesses are dear; it should be random all the same, such as
+    `openssl rand -hex 32`.
 
     Attributes:
         mark: what the islands compare before they connect, so that different tokens are told apart

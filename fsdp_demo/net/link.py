@@ -33,9 +33,7 @@ _NUMBER_UNIT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z/]*)\s*
 
 
 def _split(text: str) -> tuple[float, str] | None:
-    """`"20mbit/s"` -> `(20.0, "mbit/s")`; None if it is no finite number with (or without) a
-    unit.
-    """
+    """`"20mbit/s"` -> `(20.0, "mbit/s")`; None if it is no finite number, a unit aside."""
     found = _NUMBER_UNIT.fullmatch(text)
     if found is None or not math.isfinite(float(found[1])):
         return None

@@ -1,4 +1,5 @@
-"""The reduce of dense vectors over a peer group: its calculations, pure functions of what was sent.
+"""The reduce of dense vectors over a peer group: its calculations, pure functions of what was sent,
+and memory for the vectors.
 
 Each rank owns 1 / R of them, receives the others' codes, adds them in rank order in fp32, divides
 by the sum of the weights and sends the coded mean to all: the bytes of a ring all-reduce, 2 (R - 1)
@@ -8,6 +9,7 @@ The means of codes under 8 bits come back in int8.
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from ..compression import dense as coding
 from ..compression.formats import EXACT
-from .header import Header
+from .header import Header, memory
 
 try:
     from ..compression._kernels import mean as mean_in_c  # type: ignore[import-not-found, unused-ignore]
@@ -221,3 +223,37 @@ def _unpack(body: Tensor, spans: Spans) -> Iterator[Tensor]:
     """The vectors of a body."""
     for data, (n, code) in zip(_split(body, spans), spans, strict=True):
         yield coding.decode(code, data, n)
+
+
+def new_vector(n: int) -> Tensor:
+    """A vector, fp32 [n] on the CPU, not written."""
+    return torch.empty(n, dtype=torch.float32, device="cpu")
+
+
+class VectorPool:
+    """Memory on the host for vectors of one length that are exchanged whole in every step. It is
+    used again from step to step, as DistributedDataParallel keeps its buckets: the kernel hands out
+    new memory page by page, when it is written first, which takes several times as long as the
+    writing.
+
+    Args:
+        n: number of values; vectors of another length are not kept.
+    """
+
+    def __init__(self, n: int):
+        self._n = n
+        self._free: list[Tensor] = []
+
+    def new_vector(self, n: int) -> Tensor:
+        """A vector, fp32 [n] on the CPU, not written. Its memory is given to another vector when no
+        tensor and no connection reads it any more. From any thread.
+        """
+        if n != self._n or not n:
+            return new_vector(n)
+        try:
+            block = self._free.pop()
+        except IndexError:
+            block = new_vector(n)
+        lent = memory(block)
+        weakref.finalize(lent, self._free.append, block).atexit = False
+        return torch.frombuffer(lent, dtype=torch.float32)

@@ -234,7 +234,7 @@ class PeerConnection:
         return self._head is not None
 
     def wants(self) -> int:
-        """The events of the socket to wait for: none until it is known which peer may greet."""
+        """The events that the poller waits for; none until it is known which peer may greet."""
         if self.socket.closed or not self._theirs:
             return 0
         full = self.most is not None and len(self.notes) >= self.most
@@ -277,7 +277,7 @@ class PeerConnection:
     # ---- in the poller's thread ----------------------------------------------------------------
 
     def serve(self, events: int) -> None:
-        """Move what can be moved."""
+        """Send and receive as much as the socket takes and gives now."""
         try:
             if events & POLLIN or self.stuck:
                 self._take()
@@ -302,8 +302,8 @@ class PeerConnection:
                     self.doubted = time.monotonic()
 
     def lose(self, reason: str) -> None:
-        """Note that the connection has ended: pieces that have come are still taken, all other
-        waits end.
+        """Note that the connection has ended, and why. Pieces that have come are still read; all
+        other waits end.
         """
         self._drain()
         with self.poller.lock:
@@ -399,7 +399,7 @@ class PeerConnection:
             )
 
     def _give(self) -> None:
-        """Hand pieces to the library until it takes no more."""
+        """Hand queued pieces to libzmq until it takes no more."""
         if self._hello:
             frame = PieceHeader(pieces.HELLO, self.inbox.view, 0, 0, len(self._hello))
             with suppress(zmq.Again):
@@ -422,9 +422,7 @@ class PeerConnection:
             piece.there = True
 
     def close(self, linger: float) -> None:
-        """Close the sockets; what was handed over leaves within `linger` seconds, in the
-        background.
-        """
+        """Close the sockets; what was handed over leaves behind, within `linger` seconds."""
         if self.socket.closed:
             return
         self.poller.forget(self)

@@ -211,9 +211,7 @@ class Sealed(NamedTuple):
 
 
 def claimed(head: bytes) -> tuple[Header, int]:
-    """The header that the first 56 bytes of a message claim to be, and the bytes of its body; not
-    checked.
-    """
+    """The header that a message's first 56 bytes claim, and the bytes of its body; not checked."""
     fields = HEADER.unpack(head)
     return _read(fields), fields[7] % (1 << LENGTH_BITS)
 
@@ -236,18 +234,7 @@ def open_head(head: bytes, expected: Header, size: int, sender: str) -> tuple[He
         WireError: torn, or of another wire version. Mismatch: the sender does something else; says
             what both do.
     """
-    fields = HEADER.unpack(head)
-    magic, version, *_, body_crc, crc = fields
-    if magic != MAGIC or version != VERSION:
-        wanted = f"expected {MAGIC!r} version {VERSION}"
-        raise WireError(
-            f"message from {sender} starts with {magic!r} version {version}, {wanted}: use one "
-            "release everywhere"
-        )
-    if crc != zlib.crc32(head[:-4]):
-        raise WireError(
-            f"message from {sender} is damaged: the checksum of its header does not fit"
-        )
+    body_crc = _refuse_torn(head, sender)
     theirs, length = claimed(head)
     if (theirs.kind, theirs.step, theirs.flags & ENDING) != (
         expected.kind,
@@ -268,6 +255,22 @@ def open_head(head: bytes, expected: Header, size: int, sender: str) -> tuple[He
             "make the same calls in the same order, with values of the same form"
         )
     return theirs, body_crc
+
+
+def _refuse_torn(head: bytes, sender: str) -> int:
+    """Raise WireError where the header itself is wrong; the checksum of the body."""
+    magic, version, *_, body_crc, crc = HEADER.unpack(head)
+    if magic != MAGIC or version != VERSION:
+        wanted = f"expected {MAGIC!r} version {VERSION}"
+        raise WireError(
+            f"message from {sender} starts with {magic!r} version {version}, {wanted}: use one "
+            "release everywhere"
+        )
+    if crc != zlib.crc32(head[:-4]):
+        raise WireError(
+            f"message from {sender} is damaged: the checksum of its header does not fit"
+        )
+    return int(body_crc)
 
 
 def check_body(body: Tensor, crc: int, theirs: Header, sender: str) -> Tensor:

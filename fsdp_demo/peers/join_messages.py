@@ -335,7 +335,7 @@ class JoinConnections:
 
     @property
     def met(self) -> bool:
-        """Whether all connections stand."""
+        """Whether both ends of all connections have greeted."""
         return all(w.met for w in self.every)
 
     @property

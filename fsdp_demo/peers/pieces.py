@@ -99,7 +99,7 @@ so it is more than the kernels of both sides hold by default."""
 
 
 class NoRoom(Enum):
-    """What becomes of a piece that has no room of its own."""
+    """What is done with a piece that has no room of its own."""
 
     DROP = "it is of an earlier view"
     ASIDE = "nobody waits for it yet: keep it"

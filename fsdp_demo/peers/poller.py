@@ -85,7 +85,7 @@ class Poller:
         return made
 
     def add(self, listens: bool) -> PeerConnection:
-        """A connection to be. In the network thread."""
+        """Add a connection that is to be made. In the network thread."""
         wire = PeerConnection(self)
         if listens:
             wire.socket.handshake_ivl = HANDSHAKE_MS
@@ -117,7 +117,7 @@ class Poller:
         return made
 
     def forget(self, wire: PeerConnection) -> None:
-        """Wait for a connection no more."""
+        """Take a connection out: nothing is read from it any more."""
         with self.lock:
             self.wires = [w for w in self.wires if w is not wire]
         for end in (wire.socket, wire.monitor):
@@ -194,7 +194,7 @@ class Poller:
             self.nudge(wire)
 
     def nudge(self, wire: PeerConnection) -> None:
-        """Something was posted: it is moved at once."""
+        """Send what was posted on a connection, at once."""
         if threading.current_thread() is not self.thread:
             self._wake()
             return
@@ -203,7 +203,7 @@ class Poller:
             wire.settle()
 
     def tell(self) -> None:
-        """Let all who wait look again."""
+        """Wake the network thread and all that wait, so that each looks at its condition again."""
         with self.lock:
             self.changed.notify_all()
             self._wake()

@@ -54,9 +54,7 @@ class Ranks:
     # ---- numbers -------------------------------------------------------------------------------
 
     def max(self, *values: float) -> list[float]:
-        """Element-wise maximum over the ranks. Exact up to 2^53, on devices that lack fp64 up to
-        2^24.
-        """
+        """Element-wise maximum over the ranks. Exact to 2^53, on devices without fp64 to 2^24."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def sum(self, *values: float) -> list[float]:
@@ -72,18 +70,18 @@ class Ranks:
         return list(t.tolist())
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank says so."""
+        """Whether the argument is true on any rank."""
         return bool(self.max(float(flag))[0])
 
     def same(self, number: int) -> bool:
-        """Whether all ranks say the same, less than 2^53."""
+        """Whether all ranks bring the same whole number, below 2^53."""
         most, least = self.max(number, -number)
         return most == -least
 
     # ---- values --------------------------------------------------------------------------------
 
     def everyone(self, value: Any) -> list[Any]:
-        """What every rank says (JSON), in the order of the ranks."""
+        """The JSON value of each rank, in the order of the ranks."""
         if self.group is None:
             return [value]
         mine = json.dumps(value).encode()
@@ -121,9 +119,7 @@ class Ranks:
     # ---- work ----------------------------------------------------------------------------------
 
     def together(self, work: Callable[[], T], what: str) -> T:
-        """What `work` gives on each rank; an error of one is raised on all, of its kind:
-        `settle`.
-        """
+        """What `work` gives on each rank; an error of one is raised on all, as `settle` says."""
         result, error = None, None
         try:
             result = work()
@@ -216,9 +212,7 @@ class VotePace:
         self.steps = 1
 
     def due(self, now: bool = False) -> bool:
-        """Count a step; whether the island votes at its end. now: it does in any case, on all
-        ranks.
-        """
+        """Count a step; whether the island votes at its end. now: it does, on all ranks."""
         self._taken += 1
         return now or self._taken >= self.steps
 
@@ -228,7 +222,7 @@ class VotePace:
         return math.inf if math.isnan(passed) else passed
 
     def agreed(self, slowest: float) -> None:
-        """The vote is over: `slowest` is the largest `seconds` of all ranks."""
+        """Set the pace after a vote: `slowest` is the largest `seconds` of all ranks."""
         wanted = int(min(VOTE_EVERY / max(slowest, 1e-9), VOTE_STEPS))
         self.steps = max(1, min(wanted, 2 * self.steps))
         self._since, self._taken = time.monotonic(), 0

@@ -241,7 +241,7 @@ class ZeroMQ:
             self._meeting.goes_on(self._meeting.label(*missing))
 
     def _meet(self, wires: dict[int, PeerConnection], end: float) -> None:
-        """Wait until all have greeted."""
+        """Wait until all peers have greeted."""
         m = self._meeting
         while missing := [j for j, wire in wires.items() if not wire.met]:
             for j in missing:

@@ -88,13 +88,9 @@ def join(topology: Replica, store: Store | None = None) -> Pulse:
                 )
             except Finished:
                 if environment.whole(os.environ, "ISLAND_ATTEMPT", 0) > 0:  # by a supervisor
-                    log.warning(
-                        "run %r has finished while %s was away: it is not needed any more, the "
-                        "others hold what came out. It ends with status 0%s",
-                        topology.run,
-                        topology.name,
-                        see("run-finished"),
-                    )
+                    what = "run %r has finished while %s was away: it is not needed any more, the "
+                    what += "others hold what came out. It ends with status 0%s"
+                    log.warning(what, topology.run, topology.name, see("run-finished"))
                     leave(0)
                 raise
             except PeerLost as error:
@@ -190,12 +186,7 @@ def _take(topology: Replica, store: Store) -> Taken:
         f"store {t.endpoint}"
     )
     while True:
-        text = store.compare_set(f"{t.run}/attempt", "", "0")
-        if not (text.isascii() and text.isdigit()):
-            raise ValueError(
-                f"{t.run}/attempt in the store at {t.endpoint} is {text!r:.40}, not a number: set "
-                "a new ISLAND_RUN"
-            )
+        text = _newest(t, store)
         at = store.under(f"{t.run}/{text}")
         if by := at.get("finished"):
             raise Finished(
@@ -225,6 +216,17 @@ def _take(topology: Replica, store: Store) -> Taken:
         gone = "the islands that began it are" if fresh else f"island {t.island}'s last life is"
         log.info("attempt %s of run %r has ended: %s gone", text, t.run, gone)
         at.compare_set("ended", "", str(t.island))
+
+
+def _newest(topology: Replica, store: Store) -> str:
+    """The number of the run's newest attempt, as text; a new run begins with attempt 0."""
+    text = store.compare_set(f"{topology.run}/attempt", "", "0")
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(
+            f"{topology.run}/attempt in the store at {topology.endpoint} is {text!r:.40}, not a "
+            "number: set a new ISLAND_RUN"
+        )
+    return text
 
 
 def _lives(slot: str) -> int:

@@ -151,10 +151,9 @@ def gather(
             log.warning(what, noun, names, place.run, _where(place), deadline - now)
         return missing
 
+    wait = _wait(place, islands, more)
     try:
-        return at.gather(
-            name, islands, form, place.timeout, **_wait(place, islands, more), look=look
-        )
+        return at.gather(name, islands, form, place.timeout, **wait, look=look)
     except NotAllCame:
         if place.elastic and not at.get("begun"):  # so nobody waits for one that has left
             at.compare_set("ended", "", str(place.island))
@@ -201,15 +200,13 @@ def where(at: Store, island: int) -> str:
 
 
 class _Beats:
-    """The beats of islands, and when each was last seen to move."""
+    """The beats of islands in the store, and when the key of each was last seen to change."""
 
     def __init__(self, at: Store):
         self._at, self._moved = at, dict[int, tuple[str, float]]()
 
     def gone(self, islands: Iterable[int]) -> set[int]:
-        """Those of these islands whose beats have stopped, as far as it is known by now. In a mesh
-        none beats.
-        """
+        """Those of these islands whose beats are known to have stopped; in a mesh none beats."""
         now, keys = time.monotonic(), {i: f"beat/{i}" for i in islands}
         for i, beats in zip(keys, self._at.get_all(list(keys.values())), strict=True):
             if i not in self._moved or self._moved[i][0] != beats:
@@ -251,7 +248,7 @@ class _Starters:
         return False
 
     def hear(self, i: int, begins: bool = True) -> None:
-        """What island i says of itself, compared with this one."""
+        """Compare the numbers that island i has noted with this one's; Unlike if they differ."""
         other, p = self._at.note(f"came/{i}", f"island {i}", Came), self._place
         numbers: list[tuple[str, Any, Any]] = [
             ("ISLAND_COUNT", other["count"], p.count),

@@ -58,8 +58,8 @@ class Presence:
         epoch: Callable[[], int],
         begun_anew: Callable[[str], None],
     ) -> None:
-        """Look whether islands that could not reach this one have ended the attempt, and so begin
-        another; and whether the store still knows who the members are.
+        """From now on ask the store whether islands that could not reach this one have begun
+        another attempt, and whether it still has the newest record of the members.
 
         Asked while some are missing, and after this process was stopped: who is cut off from all
         others hears of it nowhere else. With all islands there nothing is asked, since nobody is

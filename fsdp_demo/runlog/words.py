@@ -48,9 +48,7 @@ def duration(seconds: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1, markdown: bool = False) -> str:
-    """Columns of equal width; the first row is the head, the first `left` columns are
-    left-aligned.
-    """
+    """Columns of equal width; the first row is the head, `left` columns are left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = [
         [cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(pairs)]

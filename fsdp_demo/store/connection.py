@@ -388,9 +388,7 @@ def identity_in(values: list[str]) -> Identity:
 
 
 def _greets(host: str, port: int, seconds: float) -> bool:
-    """Whether somebody greets there: a store does at once; a tunnel without a store behind it only
-    closes.
-    """
+    """Whether somebody greets there, as a store does; a tunnel without a store only closes."""
     with suppress(OSError), socket.create_connection((host, port), timeout=seconds) as probe:
         return bool(probe.recv(1))
     return False

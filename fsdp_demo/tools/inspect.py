@@ -158,9 +158,7 @@ def describe_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def settings(config: ExchangeConfig) -> dict[str, Any]:
-    """Dotted paths in which a configuration differs from its preset; all of them if there is no
-    such preset.
-    """
+    """Dotted paths in which a configuration differs from its preset; all, if that is not known."""
     there = _by_path(preset(config.preset)) if config.preset in presets() else {}
     return {k: v for k, v in _by_path(config).items() if (k, v) not in there.items()}
 

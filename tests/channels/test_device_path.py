@@ -19,7 +19,7 @@ from fsdp_demo.channels.channel import ChannelRunner, Incoming, Received
 from fsdp_demo.channels.state import Placement
 from fsdp_demo.compression import blocks, transform, windows
 from fsdp_demo.config.fragments import expand
-from fsdp_demo.exchange.watch import Rewritten
+from fsdp_demo.exchange.rewritten import Rewritten
 from fsdp_demo.hosts.torch_params import TorchHost
 from fsdp_demo.rendezvous.island import IslandGroup
 from fsdp_demo.rendezvous.position import ShardPosition

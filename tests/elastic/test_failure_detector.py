@@ -52,9 +52,9 @@ def test_failure_detector_newcomer_may_compile_first() -> None:
     all have.
     """
     signs, now = signs_of(NEW), time.monotonic()
-    signs.heard(NEW, 1003)  # its base
+    signs.note_next(NEW, 1003)  # its base
     assert signs.patience_with(NEW) == 600.0
-    signs.heard(NEW, 1004)
+    signs.note_next(NEW, 1004)
     assert signs.patience_with(NEW) == 60.0
     signs.began = {1004: now - 61.0}
     assert signs.behind(now) == (1004, 61.0, [NEW]) and signs.lost(now) == {}
@@ -67,7 +67,7 @@ def test_failure_detector_undecryptable_then_silent_is_lost() -> None:
     once and reads no more, and a stranger's try is said in the same way.
     """
     signs, now = signs_of(NEW), time.monotonic()
-    signs.heard(NEW, 5)
+    signs.note_next(NEW, 5)
     (wire,) = signs.connections[NEW]
     for w in signs.of(NEW):
         w.heard_at = now
@@ -75,7 +75,7 @@ def test_failure_detector_undecryptable_then_silent_is_lost() -> None:
     signs.notes[NEW].heard_at = now + 30.0  # it lives
     assert signs.lost(now + 9.0) == {}
     assert "could not be decrypted" in signs.lost(now + 11.0)[NEW]
-    signs.forgive(now + 11.0)  # another member was lost meanwhile
+    signs.restart_clocks(now + 11.0)  # another member was lost meanwhile
     signs.notes[NEW].heard_at = now + 30.0
     assert "could not be decrypted" in signs.lost(now + 22.0)[NEW]
     wire.heard_at = now + 22.0  # it was a stranger's

@@ -18,9 +18,9 @@ from fsdp_demo import PeerLost
 from fsdp_demo.elastic import agreement, connect, newcomer, peer_group
 from fsdp_demo.elastic.connect import PeerPosition
 from fsdp_demo.elastic.join_server import JoinServer
-from fsdp_demo.elastic.network_loop import Stopping
 from fsdp_demo.elastic.notes import Stops
 from fsdp_demo.elastic.peer_group import PeerGroup
+from fsdp_demo.elastic.stopping import Stopping
 from fsdp_demo.errors import WireError
 from fsdp_demo.exchange.sending import CommWorker
 from fsdp_demo.membership import protocol_events
@@ -369,10 +369,10 @@ def test_stop_keeps_a_question_that_the_newcomer_is_not_asked() -> None:
     rank = entered(members[0], 0, 1, planned, window=9)
     for n in range(6):
         rank, _ = rank.step(protocol_events.Launched(n, "gather", question=n == 5))
-    detector = SimpleNamespace(notes={}, siblings={}, say=lambda note, wires: None)
+    detector = SimpleNamespace(notes={}, siblings={}, send=lambda note, wires: None)
     stopping = Stopping(SimpleNamespace(machine=rank, detector=detector), lambda: False)
     stopping.end()
-    stopping.hear(Stops(5, True, -1), members[2])
+    stopping.take(Stops(5, True, -1), members[2])
     assert not stopping.abandoned(5) and stopping.abandoned(6)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fsdp_demo import Mismatch, Topology
-from fsdp_demo.exchange import watch
+from fsdp_demo.exchange.rewritten import odd_ones, total
 
 from ..support import threaded
 from ..support.small import Small
@@ -82,12 +82,10 @@ def test_digest_sums_and_odd_ones() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         t = torch.randn(1000, generator=g).to(dtype)
         words = t.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
-        assert (
-            int(watch.total([t], t.device)) % 2**64 == sum(int(w) for w in words.tolist()) % 2**64
-        )
-        assert int(watch.total([t[:400], t[400:]], t.device)) == int(watch.total([t], t.device))
-    assert int(watch.total([torch.empty(0)], torch.device("cpu"))) == 0
-    assert [watch.odd_ones(v) for v in ([1, 1], [1, 2], [1, 1, 2], [1, 2, 3], [None, 2, 2], [None, 2, 3])] == [  # noqa: E501
+        assert int(total([t], t.device)) % 2**64 == sum(int(w) for w in words.tolist()) % 2**64
+        assert int(total([t[:400], t[400:]], t.device)) == int(total([t], t.device))
+    assert int(total([torch.empty(0)], torch.device("cpu"))) == 0
+    assert [odd_ones(v) for v in ([1, 1], [1, 2], [1, 1, 2], [1, 2, 3], [None, 2, 2], [None, 2, 3])] == [  # noqa: E501
         [], [0, 1], [2], [0, 1, 2], [], [1, 2],
     ]  # fmt: skip
 

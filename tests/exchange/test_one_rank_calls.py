@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fsdp_demo
-from fsdp_demo.rendezvous import island
+from fsdp_demo.rendezvous import sibling_watch
 
 from ..support.inside import in_ranks
 
@@ -37,8 +37,8 @@ class Heard(logging.Handler):
 
 def alone(me: Any) -> list[str]:
     patch = pytest.MonkeyPatch()
-    patch.setattr(island, "PATIENCE", 0.5)
-    patch.setattr(island, "BEAT", 0.1)
+    patch.setattr(sibling_watch, "PATIENCE", 0.5)
+    patch.setattr(sibling_watch, "BEAT", 0.1)
     heard, model = Heard(), torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=2)
@@ -73,8 +73,8 @@ def test_one_rank_call_named_on_every_rank(run_ranks: Any) -> None:
 def test_one_rank_call_silent_when_common(me: Any) -> None:
     """A call that all ranks make logs nothing."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(island, "PATIENCE", 0.3)
-    patch.setattr(island, "BEAT", 0.05)
+    patch.setattr(sibling_watch, "PATIENCE", 0.3)
+    patch.setattr(sibling_watch, "BEAT", 0.05)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     exchange, heard = fsdp_demo.attach(optimizer, "diloco", model=model), Heard()
@@ -89,8 +89,8 @@ def test_one_rank_call_silent_when_common(me: Any) -> None:
 HERE = [[3, 30], [4, 40]]  # the last two steps that were begun, with torch's collectives before
 
 
-def place(steps: int, votes: int, collectives: int, marks: Any = HERE) -> island.Place:
-    return island.Place("finish()", 4, 0.0, [steps, votes, collectives], marks)
+def place(steps: int, votes: int, collectives: int, marks: Any = HERE) -> sibling_watch.Place:
+    return sibling_watch.Place("finish()", 4, 0.0, [steps, votes, collectives], marks)
 
 
 @pytest.mark.parametrize(("one", "other", "parted"), [
@@ -110,7 +110,7 @@ def uneven(me: Any, how: str) -> None:
     """Rank 0 takes a step, makes a call or spends time that rank 1 does not."""
     logging.basicConfig(level=logging.INFO, force=True)
     patch = pytest.MonkeyPatch()
-    patch.setattr(island, "BEAT", 0.3)
+    patch.setattr(sibling_watch, "BEAT", 0.3)
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from fsdp_demo import cli
 from fsdp_demo.launch import __main__ as launch
-from fsdp_demo.launch import rehearse, restarts, torch_launcher
+from fsdp_demo.launch import processes, rehearse, torch_launcher
 from fsdp_demo.launch.processes import SITE, descendants, reserve_port, send
 from fsdp_demo.launch.rehearsal import Rehearsal
 from fsdp_demo.launch.rehearsal import command as launched
@@ -39,9 +39,9 @@ def island(
         started.append((command[3:], env))
         return int(os.environ["STATUSES"].split()[len(started) - 1])
 
-    monkeypatch.setattr(restarts.Launcher, "run", run)
-    monkeypatch.setattr(restarts, "adopt_orphans", lambda: None)
-    monkeypatch.setattr(restarts, "end_strays", lambda: None)
+    monkeypatch.setattr(processes.Launcher, "run", run)
+    monkeypatch.setattr(processes, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(processes, "end_strays", lambda: None)
     monkeypatch.setenv("ISLAND_STATUS", str(tmp_path))
     yield started
 

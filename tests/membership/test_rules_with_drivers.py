@@ -141,7 +141,7 @@ def signs(*members: Member) -> FailureDetector:
 
 def beat(of: FailureDetector, member: Member, now: float, launched: int) -> None:
     of.notes[member].heard_at = now
-    of.heard(member, launched)
+    of.note_next(member, launched)
 
 
 def test_beats_of_training_silence_is_a_loss() -> None:
@@ -217,7 +217,7 @@ def test_slow_waits_until_the_stall_limit() -> None:
     beat(here, B, 1400.0, 6)
     assert here.patience_with(B) == 90.0
     assert here.behind(1400.0) == (6, 700.0, [B]) and here.lost(1400.0) == {}
-    here.forgive(1400.0)
+    here.restart_clocks(1400.0)
     assert here.behind(1401.0)[1] == 1.0, "who was stopped judges nobody by the time that it slept"
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from fsdp_demo.peers.collectives import VectorPool
 from fsdp_demo.peers.header import memory
-from fsdp_demo.peers.vector_pool import VectorPool
 
 
 def test_vector_pool_memory_used_again() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fsdp_demo import Link, PeerLost
-from fsdp_demo.automatic.first_steps import SIZES, quick_probe
+from fsdp_demo.automatic.measuring import SIZES, quick_probe
 from fsdp_demo.elastic.peer_group import PeerGroup
 from fsdp_demo.membership.protocol_types import Member
 from fsdp_demo.net.link import TCP_SHARE

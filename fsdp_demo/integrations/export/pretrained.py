@@ -13,6 +13,7 @@ alone:
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -256,7 +257,17 @@ def build_model(chosen: Chosen, given: str | None, run: Path) -> Any:
             else transformers.AutoModelForCausalLM.from_config(config)
         )
     model.tie_weights()
-    tensors = _untied(model, outer_tensors(chosen.kind, chosen.parts))
+    _fill(model, _untied(model, outer_tensors(chosen.kind, chosen.parts)))
+    if getattr(model.config, "use_cache", None) is False:
+        model.config.use_cache = True  # off for training; a model to use generates with it
+    generation = _beside(chosen, run, "generation_config.json")
+    if generation is not None and model.can_generate():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(generation)
+    return model
+
+
+def _fill(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Put the tensors into a model on the meta device; ValueError where they do not fit it."""
     foreign = sorted(set(tensors) - set(model.state_dict()))
     if foreign:
         raise ValueError(
@@ -274,12 +285,6 @@ def build_model(chosen: Chosen, given: str | None, run: Path) -> Any:
     left = [name for name, t in model.state_dict().items() if t.is_meta]
     if left:
         raise ValueError(f"the checkpoint lacks {first_few(left)} of {type(model).__name__}")
-    if getattr(model.config, "use_cache", None) is False:
-        model.config.use_cache = True  # off for training; a model to use generates with it
-    generation = _beside(chosen, run, "generation_config.json")
-    if generation is not None and model.can_generate():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(generation)
-    return model
 
 
 def _untied(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -139,15 +139,20 @@ class Beginning:
                 f"{exchange.step}: resume all from one step"
             )
         elif state.global_step and not self.fresh:
-            folder = self._folder(trainer)
-            if engine is None and not any(folder.glob("optimizer*")):
-                lost = "the inner optimizer's moments and the schedule of its rate begin anew"
-                warn(trainer, topology, f"{folder} holds no optimizer (save_only_model): {lost}")
-            restore_local(
-                folder, exchange, trainer.model_wrapped, self.manager.group, engine is not None
-            )
-            exchange.accept_parameters()
+            self._restore(trainer, exchange)
         return exchange
+
+    def _restore(self, trainer: Trainer, exchange: Exchange) -> None:
+        """Load what this island alone has from its checkpoint."""
+        folder, engine = self._folder(trainer), engine_of(trainer)
+        if engine is None and not any(folder.glob("optimizer*")):
+            lost = "the inner optimizer's moments and the schedule of its rate begin anew"
+            text = f"{folder} holds no optimizer (save_only_model): {lost}"
+            warn(trainer, exchange.topology, text)
+        restore_local(
+            folder, exchange, trainer.model_wrapped, self.manager.group, engine is not None
+        )
+        exchange.accept_parameters()
 
     def _state(self, trainer: Trainer, topology: Topology) -> SavedExchange | None:
         """The exchange's saved state for `attach`; None where it begins anew."""

@@ -26,9 +26,7 @@ _DEFAULT_CLIP = 1.0  # deepspeed 0.19, where its configuration says nothing
 
 
 def engine_module_of(trainer: Trainer) -> ModuleType | None:
-    """The package that attaches to the Trainer's engine; None without DeepSpeed, or without such a
-    package.
-    """
+    """The package that attaches to the Trainer's engine; None without one."""
     return base.named("deepspeed") if trainer.is_deepspeed_enabled else None
 
 

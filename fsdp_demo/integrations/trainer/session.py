@@ -8,8 +8,6 @@ Trainer that `callback.py` wraps. Facts: transformers 5.23, `Trainer._run_epoch`
 from __future__ import annotations
 
 import functools
-import logging
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +18,7 @@ from ...errors import PeerLost, Stopped, WireError
 from ...exchange.exchange import Exchange
 from ...peers.votes import VotePace
 from ...runlog.record import tracked
+from ..data import tokens_in, warn_of_same_rows
 from .beginning import Beginning
 from .engine import before_steps, engine_of
 from .evaluation import Evaluations
@@ -28,50 +27,6 @@ from .record import TrainerRecord
 from .setup import warn
 from .state import save_all
 from .stop import Stops
-
-log = logging.getLogger("fsdp_demo")
-
-CURE = (
-    "give each island its own part: train_dataset=split_dataset_by_island(dataset) "
-    "(fsdp_demo.integrations.data)"
-)
-
-
-def tokens_in(inputs: Any) -> int:
-    """Tokens of a batch: the elements of `input_ids`, else the rows of its first tensor."""
-    tensors = (
-        {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor)}
-        if hasattr(inputs, "items")
-        else {}
-    )
-    main = tensors.get("input_ids", next(iter(tensors.values()), None))
-    if main is None:
-        return 0
-    return main.numel() if "input_ids" in tensors or main.ndim == 0 else len(main)
-
-
-def _first_row(dataset: Any) -> str | None:
-    """A checksum of the first row; None where the data set has no rows by number."""
-    if not hasattr(dataset, "__getitem__"):
-        return None
-    try:
-        return f"row {zlib.crc32(repr(dataset[0]).encode())}"
-    except Exception:  # whatever its rows are like, training does not depend on this
-        return None
-
-
-def warn_of_same_rows(exchange: Exchange, dataset: Any) -> None:
-    """Log a warning where two islands were given the same data set, in whatever order. All ranks of
-    all islands that begin together call it; those that join later do not.
-    """
-    topology = exchange.topology
-    if not topology.elastic or exchange.newcomer:
-        return
-    rows = getattr(dataset, "_fingerprint", None) or _first_row(dataset)
-    # a word of its own where there is nothing to compare: only what is equal is news
-    if exchange.across_islands.any_equal(rows or f"island {topology.island}"):
-        exchange.rows_compared()
-        log.warning("two islands train on the same rows: %s", CURE)
 
 
 class Session(TrainerCallback):
@@ -224,9 +179,7 @@ class Session(TrainerCallback):
         self._steps_in_epoch = 0
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After an agreed stop, whose checkpoint is written by now, the islands part with one
-        model.
-        """
+        """After an agreed stop, whose checkpoint is written, the islands part with one model."""
         if self.live is None:
             return
         if control.should_log:

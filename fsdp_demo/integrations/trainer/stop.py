@@ -49,9 +49,7 @@ class Stops:
         self._deadline: Deadline | None = None
 
     def hold(self, control: Any) -> None:
-        """Take a callback's wish out of `control`; it takes effect when all islands have heard
-        it.
-        """
+        """Take a callback's wish out of `control`, until all islands have heard it."""
         exchange = self._live()
         if (
             exchange is not None

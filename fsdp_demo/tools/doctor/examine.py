@@ -70,9 +70,8 @@ def examine(
     each = seconds / len(rounds)
     for n, pairs in enumerate(rounds):
         say(f"measuring links, round {n + 1} of {len(rounds)}, some {each:.0f} s")
-        for pair in pairs:
-            if topology.island in pair:
-                measured.append(_measure(shared, topology, pair, own, reaches, islands, each))
+        for pair in (pair for pair in pairs if topology.island in pair):
+            measured.append(_measure(shared, topology, pair, own, reaches, islands, each))
         shared.share(f"round/{n}", True, bool, 3 * each + SLACK + LATE)
     found = shared.share("measured", measured, list[Direction], LATE)
     shared.leave()

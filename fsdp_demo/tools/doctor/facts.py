@@ -39,9 +39,7 @@ def versions() -> dict[str, str]:
 
 
 def interface(address: str) -> str:
-    """The interface that holds an address; "" where none does, or the system does not tell (no
-    Linux).
-    """
+    """The interface that holds an address; "" where none does, or it is not known (no Linux)."""
     if not sys.platform.startswith("linux"):
         return ""
     held = interface_addresses([name for _, name in socket.if_nameindex()])

@@ -91,8 +91,18 @@ def text(seen: Examination, found: Sequence[Finding]) -> str:
         lines.append(f"  {island.label}: " + ", ".join(word for word in what if word))
         said = ", ".join(f"{name} {value}" for name, value in island.versions.items())
         lines.append(f"    {said}")
-    if seen.directions:
-        lines += ["", "Links (rates in Mbit/s)", LINE.format(*HEAD)]
+    lines += _links(seen)
+    lines += ["", "Findings" if found else "Nothing is wrong."]
+    for finding in found:
+        lines += [
+            f"  {finding.name}{' (stops a run)' if finding.stops else ''}: {finding.says}.",
+            f"    Cure: {finding.cure}. ({finding.see})",
+        ]
+    return "\n".join(lines)
+
+
+def _links(seen: Examination) -> list[str]:
+    lines = ["", "Links (rates in Mbit/s)", LINE.format(*HEAD)] if seen.directions else []
     for (i, j), d in sorted(seen.directions.items()):
         name = f"{seen.islands[i].name} -> {seen.islands[j].name}"
         idle = d.first_after_idle_ms
@@ -112,13 +122,7 @@ def text(seen: Examination, found: Sequence[Finding]) -> str:
         lines.append(
             "  exchange: rate / connections that it uses; idle: a message after a pause / without"
         )
-    lines += ["", "Findings" if found else "Nothing is wrong."]
-    for finding in found:
-        lines += [
-            f"  {finding.name}{' (stops a run)' if finding.stops else ''}: {finding.says}.",
-            f"    Cure: {finding.cure}. ({finding.see})",
-        ]
-    return "\n".join(lines)
+    return lines
 
 
 def _with(value: float | None, unit: str) -> str:

@@ -152,6 +152,11 @@ def load(name: str) -> Tensors:
         raise ValueError(f"--model {name!r} is not known: {_allowed(name)}")
     if not path.exists() and (path.suffix == ".json" or name.startswith((".", "/", "~"))):
         raise ValueError(f"--model {name!r}: there is no such file")
+    return _by_transformers(name, path)
+
+
+def _by_transformers(name: str, path: Path) -> Tensors:
+    """As `load`, of a model that transformers makes on the meta device."""
     try:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
