@@ -21,24 +21,21 @@ def refused(call: Any, *parts: str) -> str:
     return text
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "right"),
-    [
-        ("demo", "period", "schedule.sync_every"),
-        ("demo", "sync_every", "schedule.sync_every"),
-        ("demo", "H", "schedule.sync_every"),
-        ("demo", "k", "topk"),
-        ("diloco", "H", "period"),
-        ("diloco", "perid", "period"),
-        ("diloco", "schedule.period", "schedule.sync_every"),
-        ("diloco", "schedule.H", "schedule.sync_every"),
-        ("diloco", "delta.schedule.period", "delta.schedule.sync_every"),
-        ("diloco", "delta.codec.topkk", "delta.codec.topk"),
-        ("demo", "momentun.codec.topk", "momentum.codec.topk"),
-        ("demo", "momentum.topk", "momentum.codec.topk"),
-        ("demo", "applier.beta", "accumulator.beta"),
-    ],
-)
+@pytest.mark.parametrize(("name", "key", "right"), [
+    ("demo", "period", "schedule.sync_every"),
+    ("demo", "sync_every", "schedule.sync_every"),
+    ("demo", "H", "schedule.sync_every"),
+    ("demo", "k", "topk"),
+    ("diloco", "H", "period"),
+    ("diloco", "perid", "period"),
+    ("diloco", "schedule.period", "schedule.sync_every"),
+    ("diloco", "schedule.H", "schedule.sync_every"),
+    ("diloco", "delta.schedule.period", "delta.schedule.sync_every"),
+    ("diloco", "delta.codec.topkk", "delta.codec.topk"),
+    ("demo", "momentun.codec.topk", "momentum.codec.topk"),
+    ("demo", "momentum.topk", "momentum.codec.topk"),
+    ("demo", "applier.beta", "accumulator.beta"),
+])  # fmt: skip
 def test_config_proposal_right_key_first(name: str, key: str, right: str) -> None:
     """The error of a wrong key offers the right one first."""
     text = refused(lambda: preset(name, **{key: 3}), f"; did you mean {right!r}? (")
