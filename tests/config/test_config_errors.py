@@ -4,7 +4,6 @@ allowed, in the words of yaml.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,7 @@ import pytest
 
 from fsdp_demo import ExchangeConfig, load_config, preset, presets
 
-
-def refused(act: Callable[[], Any], *parts: str) -> str:
-    with pytest.raises(ValueError) as error:
-        act()
-    text = str(error.value)
-    assert all(part in text for part in parts), text
-    return text
+from .test_config import refusal as refused
 
 
 @pytest.mark.parametrize(("name", "path", "value", "why"), [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,13 +11,7 @@ from fsdp_demo import attach, load_config, preset
 from fsdp_demo.config.load import changed
 from fsdp_demo.errors import see
 
-
-def refused(call: Any, *parts: str) -> str:
-    with pytest.raises(ValueError) as error:
-        call()
-    text = str(error.value)
-    assert all(part in text for part in parts), text
-    return text
+from .test_config import refusal as refused
 
 
 @pytest.mark.parametrize(("name", "key", "right"), [
