@@ -6,7 +6,6 @@ Islands are threads; what is cut off is one of their messages, on its way (`Tap`
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -129,28 +128,17 @@ def interrupted(config: ExchangeConfig, at, sends, count: int = 2) -> tuple[list
 
 @pytest.mark.parametrize("sends", [0, 1])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_cut_off_resume_bit_for_bit(run_ranks: Callable[..., Any], name: str, sends: int) -> None:
+@in_ranks(1, 1, timeout=100)
+def test_cut_off_resume_bit_for_bit(name: str, sends: int) -> None:
     """A resume makes up for an exchange that was cut off, bit for bit. Cut in the middle of a
     message: before anything left, or after one of the two islands' first messages.
     """
-    config = CONFIGS[name]
-
-    def run() -> Any:
-        expected = whole(config)
-        for at in (7, 8):
-            found, steps = interrupted(config, at, sends)
-            if not all(same(a, b) for a, b in zip(found, expected, strict=True)):
-                return (
-                    at,
-                    steps,
-                    [
-                        [same(x, y) for x, y in zip(a, b, strict=True)]
-                        for a, b in zip(found, expected, strict=True)
-                    ],
-                )
-        return "the same"
-
-    assert run_ranks(run, 1, 1, timeout=100) == ["the same"]
+    expected = whole(CONFIGS[name])
+    for at in (7, 8):
+        found, steps = interrupted(CONFIGS[name], at, sends)
+        pairs = zip(found, expected, strict=True)
+        equal = [[same(x, y) for x, y in zip(a, b, strict=True)] for a, b in pairs]
+        assert all(map(all, equal)), (at, steps, equal)
 
 
 @pytest.mark.parametrize("name", ["demo", "full"])
