@@ -33,6 +33,8 @@ from fsdp_demo.peers.votes import Ranks
 from fsdp_demo.store.client import WorldStore
 from fsdp_demo.tools.planner import Situation
 
+from .support.inside import in_ranks
+
 STEPS = 24
 ALONE = Ranks(None, 0, 1)
 
@@ -133,11 +135,9 @@ def test_auto_choice_keeps_what_is_known_of_islands(run_ranks: Any, everywhere: 
     everywhere.setattr("fsdp_demo.exchange.runtime", "EVERY", 1)
 
     def run(me: Any) -> tuple[bool, bool, int]:
-        run_specification.machine = lambda device: {
-            "torch": "2",
-            "device": "cpu",
-            "processor": f"{me.island}",
-        }
+        run_specification.machine = lambda device: dict(
+            torch="2", device="cpu", processor=f"{me.island}"
+        )
         logging.basicConfig(level=logging.INFO, force=True)
         model = model_of()
         optimizer = optimizer_of("sgd", model)
@@ -298,30 +298,25 @@ def test_auto_newcomer_finds_the_choice_in_the_store() -> None:
     assert found() == (None, None)
 
 
-def test_auto_rank_0_tells_the_choice(run_ranks: Any) -> None:
+@in_ranks()
+def test_auto_rank_0_tells_the_choice(me: Any) -> None:
     """Rank 0 looks for the choice and tells the others. It is written while they look: rank 1 would
     find it, rank 0 does not, or the other way round.
     """
+    looked = iter([{}, {"config": preset("diloco").to_dict()}])
 
-    def run(me: Any) -> str:
-        looked = iter([{}, {"config": preset("diloco").to_dict()}])
+    def look(topology: Any) -> Any:
+        return next(looked) if me.proc == 0 else {"config": {"preset": "wrong"}}
 
-        def look(topology: Any) -> Any:
-            return next(looked) if me.proc == 0 else {"config": {"preset": "wrong"}}
-
-        earlier_choice.__dict__.update(_under_way=lambda topology: True, _in_store=look)
-        topology, island = fsdp_demo.Topology.from_env(), Ranks.everywhere()
-        assert earlier_choice.known_choice(topology, None, island) is None
-        known = earlier_choice.known_choice(topology, None, island)
-        assert known is not None
-        return known[0].preset
-
-    assert run_ranks(run, 2, 2) == ["diloco"] * 4
+    earlier_choice.__dict__.update(_under_way=lambda topology: True, _in_store=look)
+    topology, island = fsdp_demo.Topology.from_env(), Ranks.everywhere()
+    assert earlier_choice.known_choice(topology, None, island) is None
+    known = earlier_choice.known_choice(topology, None, island)
+    assert known is not None
+    assert known[0].preset == "diloco"
 
 
-def test_auto_choice_reaches_a_silent_store_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_auto_choice_reaches_a_silent_store_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """A silent store gets the choice when it answers again."""
     put, again = dict[str, str](), list[Any]()
 
@@ -411,9 +406,7 @@ def test_auto_refuses_wrong_settings() -> None:
 
 
 @pytest.mark.parametrize(("steps", "said"), [(MEASURED, 1), (MEASURED + 1, 0), (None, 0)])
-def test_auto_warns_of_a_run_that_ends_before_the_choice(
-    steps: int | None, said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_warns_of_a_run_that_ends_before_the_choice(steps, said, monkeypatch, caplog) -> None:
     """A run that ends before the choice is warned of."""
     measuring = SimpleNamespace(chosen_meanwhile=lambda: False)
     monkeypatch.setattr(first_steps, "_FirstSteps", lambda *_: measuring)
@@ -427,9 +420,7 @@ def test_auto_warns_of_a_run_that_ends_before_the_choice(
     assert sum("8 steps, and the method is chosen after 8" in m for m in caplog.messages) == said
 
 
-def test_auto_newcomer_during_the_choice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_auto_newcomer_during_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """An island that joins while the others choose takes their choice: it finds the choice at the
     end of a step at the latest, and asks nobody then.
     """
@@ -467,9 +458,7 @@ def test_auto_undecided_configuration_reads_back() -> None:
 
 
 @pytest.mark.parametrize(("slower", "said"), [(1.0, 0), (1.9, 0), (5.0, 1)])
-def test_auto_slower_link_is_said_once(
-    slower: float, said: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_slower_link_is_said_once(slower, said: int, caplog: pytest.LogCaptureFixture) -> None:
     """A link that gets slower than the choice assumed is said once."""
     model = model_of()
     exchange = fsdp_demo.attach(optimizer_of("adamw", model), "full", model=model)

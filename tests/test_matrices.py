@@ -1,4 +1,4 @@
-"""The table of matrices names tests that are there."""
+"""The table of matrices, the table of rules and the faults to be found name what is there."""
 
 import re
 from pathlib import Path
@@ -34,3 +34,18 @@ def test_membership_rules_name_tests() -> None:
         for where, name in tests:
             source = (ROOT / letters.get(where, where)).read_text(encoding="utf-8")
             assert re.search(rf"^def {name}\(", source, re.M), (rule, name)
+
+
+PATCHES = sorted((ROOT / "tests/mutants").glob("*.patch"))
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda path: path.stem)
+def test_mutants_apply(patch: Path) -> None:
+    """The lines that a fault replaces stand in the library, and its tests are there."""
+    what, tests, _, to, *lines = patch.read_text(encoding="utf-8").splitlines()
+    source = (ROOT / to.removeprefix("+++ b/")).read_text(encoding="utf-8")
+    before = "\n".join(line[1:] for line in lines if line[0] in " -")
+    assert what.startswith("# ") and source.count(before) == 1
+    for name in tests.removeprefix("# tests: ").split():
+        file, _, test = name.partition("::")
+        assert f"def {test.partition('[')[0]}" in (ROOT / file).read_text(encoding="utf-8"), name

@@ -33,24 +33,21 @@ def test_oracle_dct_of_a_constant():
     assert coefficients.abs().max() < 1e-12
 
 
-@pytest.mark.parametrize(
-    "shape, sizes, dense",
-    [
-        ((), [], 1),
-        ((4095,), [], 4095),
-        ((63, 65), [], 4095),
-        ((64, 64), [(64, 64)], 0),
-        ((0, 5), [], 0),
-        ((4096,), [(64, 64)], 0),
-        ((5000,), [(64, 64), (14, 64)], 8),  # 904 = 14 * 64 + 8
-        # padded 1.024 times
-        ((128, 250), [(64, 64)] * 3 + [(64, 58)] + [(64, 64)] * 3 + [(64, 58)], 0),
-        ((130, 200), [(64, 64)] * 6 + [(22, 64)], 16),  # padded 1.89 times: flat
-        ((1000, 7), [(64, 64), (45, 64)], 24),
-        ((2, 64, 64), [(64, 64)] * 2, 0),  # rows x last
-        ((64, 32, 3), [(64, 64), (32, 64)], 0),  # 64 x 96 pads to 1.33: flat
-    ],
-)
+@pytest.mark.parametrize("shape, sizes, dense", [
+    ((), [], 1),
+    ((4095,), [], 4095),
+    ((63, 65), [], 4095),
+    ((64, 64), [(64, 64)], 0),
+    ((0, 5), [], 0),
+    ((4096,), [(64, 64)], 0),
+    ((5000,), [(64, 64), (14, 64)], 8),  # 904 = 14 * 64 + 8
+    # padded 1.024 times
+    ((128, 250), [(64, 64)] * 3 + [(64, 58)] + [(64, 64)] * 3 + [(64, 58)], 0),
+    ((130, 200), [(64, 64)] * 6 + [(22, 64)], 16),  # padded 1.89 times: flat
+    ((1000, 7), [(64, 64), (45, 64)], 24),
+    ((2, 64, 64), [(64, 64)] * 2, 0),  # rows x last
+    ((64, 32, 3), [(64, 64), (32, 64)], 0),  # 64 x 96 pads to 1.33: flat
+])  # fmt: skip
 def test_oracle_blocks(shape, sizes, dense):
     """A tensor is cut into blocks of the right shapes, each element once."""
     cuts, rest = blocks.cut(shape)
@@ -297,16 +294,13 @@ def test_oracle_desloc_with_multiples_of_one_is_local_adam():
         for name, period in (("exp_avg", 4), ("exp_avg_sq", 6)):
             assert close(rare.state(0, name), rare.state(1, name)) == ((t + 1) % period == 0)
             assert close(method.state(0, name), method.state(1, name)) == (t % 2 == 1)
-    alone, same = (
-        presets.Full(start(), 1, adamw),
-        presets.Averaging(start(), 2, adamw, period=1, states={"exp_avg": 1, "exp_avg_sq": 1}),
-    )
+    alone = presets.Full(start(), 1, adamw)
+    same = presets.Averaging(start(), 2, adamw, period=1, states={"exp_avg": 1, "exp_avg_sq": 1})
     for t in range(4):
         alone.step([gradients(t, 0)])
         same.step([gradients(t, 0)] * 2)
-    assert close(alone.theta[0], same.theta[1]) and all(
-        float(s["step"]) == 4 for s in same.inner[0].state.values()
-    )
+    assert close(alone.theta[0], same.theta[1])
+    assert all(float(s["step"]) == 4 for s in same.inner[0].state.values())
 
 
 @pytest.mark.parametrize("delay", [1, 2, 3, 5, 7])
@@ -350,9 +344,8 @@ def test_oracle_streaming_with_one_fragment_is_diloco(warmup):
 
 def test_oracle_momentum_warms_up():
     """The outer momentum rises over the warm-up."""
-    assert [warmed(0.9, 3, n) for n in (1, 2, 4, 9)] == [0.0, 0.9 * 1 / 3, 0.9, 0.9] and warmed(
-        0.9, 0, 1
-    ) == 0.9
+    assert [warmed(0.9, 3, n) for n in (1, 2, 4, 9)] == [0.0, 0.9 * 1 / 3, 0.9, 0.9]
+    assert warmed(0.9, 0, 1) == 0.9
 
 
 def test_oracle_fragments_by_hand():
@@ -433,10 +426,8 @@ def test_oracle_delayed_gradients_arrive_in_order():
     """Delayed gradients arrive late and in order."""
     for make in (presets.Full, presets.Demo):
         kw = {"coding": presets.Coding(code="fp32")} if make is presets.Demo else {}
-        early, late = (
-            run(make(start(), 2, sgd, **kw), 3),
-            run(make(start(), 2, sgd, delay=2, **kw), 5),
-        )
+        early = run(make(start(), 2, sgd, **kw), 3)
+        late = run(make(start(), 2, sgd, delay=2, **kw), 5)
         assert close(early.theta[0], late.theta[0])
         late.flush()
         assert close(run(make(start(), 2, sgd, **kw), 5).theta[1], late.theta[1])
@@ -543,9 +534,8 @@ def test_oracle_random_with_half_the_positions():
         for t in (4, 3)
     )
     got = method.theta[0]["weight"].detach().reshape(-1)[:4096]
-    assert torch.allclose(got[1::2], now[1::2], atol=1e-10) and torch.allclose(
-        got[0::2], before[0::2], atol=1e-10
-    )
+    assert torch.allclose(got[1::2], now[1::2], atol=1e-10)
+    assert torch.allclose(got[0::2], before[0::2], atol=1e-10)
 
 
 def test_oracle_sparse_loco_with_everything_kept():

@@ -146,10 +146,8 @@ def test_package_build_wheel_holds_the_packages_only(built: tuple[Path, Path]) -
     compiled = {f"fsdp_demo/compression/_kernels.{ending}" for ending in ("c", "abi3.so")}
     assert {name for name in names if name.endswith((".so", ".c"))} <= compiled
     assert "fsdp-demo = fsdp_demo.cli:main" in entries and "deepspeed = deepspeed_ext" in entries
-    assert (
-        meta["Version"] == __version__
-        and meta["Requires-Python"] == PROJECT["project"]["requires-python"]
-    )
+    assert meta["Version"] == __version__
+    assert meta["Requires-Python"] == PROJECT["project"]["requires-python"]
     assert (
         meta["Description-Content-Type"] == "text/markdown" and "# fsdp_demo" in meta.get_payload()
     )
@@ -185,9 +183,7 @@ def test_package_build_sdist_holds_the_whole_tree(built: tuple[Path, Path]) -> N
     ]
 
 
-def test_package_build_works_in_a_clean_environment(
-    built: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_package_build_works_in_a_clean_environment(built: tuple[Path, Path], tmp_path) -> None:
     """The wheel works in a clean environment: torch and the other dependencies are those of this
     environment, by a path; the package is the wheel's.
     """

@@ -178,17 +178,14 @@ def test_packages_have_docstrings() -> None:
             assert ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))), name
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "from ..hosts.muon import Muon",
-        "from fsdp_demo.hosts import muon",
-        "import fsdp_demo.hosts.muon",
-        "def late():\n    from ..hosts import muon",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..hosts.muon import Muon",
-        "from .. import Exchange",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "from ..hosts.muon import Muon",
+    "from fsdp_demo.hosts import muon",
+    "import fsdp_demo.hosts.muon",
+    "def late():\n    from ..hosts import muon",
+    "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..hosts.muon import Muon",
+    "from .. import Exchange",
+])  # fmt: skip
 def test_packages_upward_import_is_found(tmp_path: Path, text: str) -> None:
     """An import upwards is found, whatever its form."""
     written(tmp_path, {"config/rules.py": text, "hosts/muon.py": ""})

@@ -51,9 +51,8 @@ def one_replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_public_all_is_sorted_and_complete() -> None:
     """`__all__` is sorted and complete."""
-    assert sorted(fsdp_demo.__all__) == fsdp_demo.__all__ and len(set(fsdp_demo.__all__)) == len(
-        fsdp_demo.__all__
-    )
+    assert sorted(fsdp_demo.__all__) == fsdp_demo.__all__
+    assert len(set(fsdp_demo.__all__)) == len(fsdp_demo.__all__)
     modules = {n for n, v in vars(fsdp_demo).items() if inspect.ismodule(v)}
     shown = (
         {n for n in vars(fsdp_demo) if not n.startswith("_")}

@@ -20,6 +20,7 @@ from fsdp_demo.config import channel, names, parts
 
 from .oracles import quantise
 from .support import threaded
+from .support.inside import in_ranks
 
 PACKAGE = Path(fsdp_demo.__file__).parent
 
@@ -81,11 +82,9 @@ def test_registry_transform_matrices_are_orthonormal() -> None:
 
 
 TABLES = (
-    "config/names.py",
-    "compression/formats.py",
-    "compression/transform.py",
+    "config/names.py", "compression/formats.py", "compression/transform.py",
     "compression/selection.py",
-)
+)  # fmt: skip
 
 
 def test_registry_names_stand_nowhere_else() -> None:
@@ -202,10 +201,8 @@ def trained(codec: Codec, applier: str, beta: float) -> tuple[list[Tensor], list
             optimizer.step()
         channel = exchange.channels[0]
         assert channel.layout is not None and channel.accumulator is not None
-        work, left = (
-            transform.transform(codec, channel.layout, channel.accumulator.clone(), inverse=True),
-            torch.zeros(130, 128),
-        )
+        work = transform.transform(codec, channel.layout, channel.accumulator.clone(), inverse=True)
+        left = torch.zeros(130, 128)
         channel.layout.unpack(work, [left])
         exchange.finish()
         return weight.detach(), left
@@ -215,28 +212,25 @@ def trained(codec: Codec, applier: str, beta: float) -> tuple[list[Tensor], list
 
 
 @pytest.mark.parametrize("select", ["topk", "first", "head", "random"])
-def test_registry_own_entries_train(run_ranks: Any, select: str) -> None:
+@in_ranks(1, 1)
+def test_registry_own_entries_train(select: str) -> None:
     """An own format, transform, selection and applier train. Nothing is lost with beta 1: what was
     sent and what is left is what came in; and both islands apply the same bits.
     """
-
-    def run() -> None:
-        enter(pytest.MonkeyPatch())  # the process ends with the run
-        for code in ("ternary", "fp32"):
-            (a, b), left = trained(Codec("hadamard", select, 64, code), "halved", 1.0)
-            came = sum(
-                torch.randn(130, 128, generator=torch.Generator().manual_seed(10 * t + i))
-                for t in range(3)
-                for i in range(2)
-            )
-            assert torch.equal(a, b) and bool(a.any())
-            # Half of the mean of two, once: parameters are minus a quarter of the sum that was
-            # sent.
-            assert torch.allclose(
-                -4 * a + left[0] + left[1], came, atol=2e-2 if code == "ternary" else 1e-4
-            )
-
-    run_ranks(run, 1, 1)
+    enter(pytest.MonkeyPatch())  # the process ends with the run
+    for code in ("ternary", "fp32"):
+        (a, b), left = trained(Codec("hadamard", select, 64, code), "halved", 1.0)
+        came = sum(
+            torch.randn(130, 128, generator=torch.Generator().manual_seed(10 * t + i))
+            for t in range(3)
+            for i in range(2)
+        )
+        assert torch.equal(a, b) and bool(a.any())
+        # Half of the mean of two, once: parameters are minus a quarter of the sum that was
+        # sent.
+        assert torch.allclose(
+            -4 * a + left[0] + left[1], came, atol=2e-2 if code == "ternary" else 1e-4
+        )
 
 
 def test_registry_refuses_entries_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from fsdp_demo.store.client import StoreClient
 
+from .support.inside import in_ranks, in_threads
+
 
 def test_run_ranks_values_and_environment(run_ranks):
     """Each rank has its environment, and its value is returned."""
@@ -96,3 +98,25 @@ def test_run_ranks_exit_codes(run_ranks):
     assert [o.status for o in run_ranks(leave, islands=3, procs=1, check=False)] == [75, 3, 0]
     with pytest.raises(pytest.fail.Exception, match="exit status 75"):
         run_ranks(leave, islands=1, procs=1)
+
+
+def test_in_ranks_runs_in_every_rank(run_ranks, tmp_path):
+    """The body of an `in_ranks` test runs in every rank, and that of an `in_threads` test on every
+    island; what fails there fails the test.
+    """
+
+    @in_ranks(2, 1)
+    def of_ranks(me, tmp_path):
+        (tmp_path / f"rank{me.rank}").touch()
+        assert me.rank == 0
+
+    @in_threads(2)
+    def of_islands(island, tmp_path):
+        (tmp_path / f"island{island}").touch()
+        assert island == 0
+
+    for test in (of_ranks, of_islands):
+        with pytest.raises(pytest.fail.Exception, match="assert 1 == 0|AssertionError"):
+            test(run_ranks=run_ranks, tmp_path=tmp_path)
+    found = sorted(p.name for p in tmp_path.iterdir() if not p.is_dir())
+    assert found == ["island0", "island1", "rank0", "rank1"]

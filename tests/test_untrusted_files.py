@@ -47,17 +47,12 @@ def port_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     during_run.serve(words, "", None, os.getpid(), first=True)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("name", "write"),
-    [
-        ("note", lambda path, monkeypatch: in_one_piece(path, lambda part: part.write_text("1"))),
-        ("run.json", lambda path, monkeypatch: files.write_json(path, {"step": 1})),
-        ("port", port_file),
-    ],
-)
-def test_files_temporary_link_is_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, write: Callable[..., None]
-) -> None:
+@pytest.mark.parametrize(("name", "write"), [
+    ("note", lambda path, monkeypatch: in_one_piece(path, lambda part: part.write_text("1"))),
+    ("run.json", lambda path, monkeypatch: files.write_json(path, {"step": 1})),
+    ("port", port_file),
+])  # fmt: skip
+def test_files_temporary_link_is_not_followed(tmp_path, monkeypatch, name, write) -> None:
     """A link in the place of a temporary file is not followed."""
     elsewhere, folder = tmp_path / "elsewhere", tmp_path / "folder"
     elsewhere.write_text("kept")
@@ -151,14 +146,12 @@ CASES: dict[str, tuple[Callable[[Files], None], str]] = {
     "no file": (without("file"), "'file'"),
     "no header": (header(b"{", 2**62), "no safetensors file"),
     "odd header": (header(b'{"a": {"dtype": "F32", "data_offsets": [7]}}'), "no safetensors file"),
-    "other tensors": (
-        header(b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'),
-        "lacks 'channels.",
-    ),
+    "other tensors": (header(b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'),
+        "lacks 'channels."),
     "long name": (named("x" * 5000), "longer than 255 bytes"),
     "name elsewhere": (named("../../elsewhere"), "which cannot lie in it"),
     "deep manifest": (deep_manifest, "more than 100 levels"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -236,11 +229,9 @@ def test_files_too_deep_state_is_not_written(tmp_path: Path) -> None:
         write_part(tmp_path, "deep", {}, [[[tree]]])
 
 
-@pytest.mark.parametrize(
-    "read_file",
-    [reading.load, asking.step_from, files.read_json],
-    ids=["doctor", "summary", "report"],
-)
+@pytest.mark.parametrize("read_file", [
+    reading.load, asking.step_from, files.read_json,
+], ids=["doctor", "summary", "report"])  # fmt: skip
 def test_files_nested_too_deeply_are_refused(tmp_path: Path, read_file: Callable[..., Any]) -> None:
     """Files that are nested too deeply are refused."""
     (tmp_path / "deep.json").write_text("[" * 50_000 + "]" * 50_000)
@@ -259,15 +250,12 @@ def bomb(value: str) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        (bomb("x"), "has more than 10,000 values"),
-        ("[" * 900 + "]" * 900, "is nested too deeply"),
-        ("a: &a [*a]", "is nested too deeply, or in itself"),
-        ("a: " + "x" * 60_000, "has 60,003 characters, allowed are 50,000"),
-    ],
-)
+@pytest.mark.parametrize(("text", "says"), [
+    (bomb("x"), "has more than 10,000 values"),
+    ("[" * 900 + "]" * 900, "is nested too deeply"),
+    ("a: &a [*a]", "is nested too deeply, or in itself"),
+    ("a: " + "x" * 60_000, "has 60,003 characters, allowed are 50,000"),
+])  # fmt: skip
 def test_files_yaml_that_expands_too_far_is_refused(text: str, says: str) -> None:
     """Yaml whose aliases stand for too much is refused."""
     with pytest.raises(ValueError, match=says):

@@ -13,17 +13,9 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 TOP = {"name", "on", "permissions", "concurrency", "jobs", "env", "defaults"}
 JOB = {
-    "name",
-    "needs",
-    "runs-on",
-    "timeout-minutes",
-    "environment",
-    "permissions",
-    "steps",
-    "strategy",
-    "env",
-    "if",
-}
+    "name", "needs", "runs-on", "timeout-minutes", "environment", "permissions", "steps",
+    "strategy", "env", "if",
+}  # fmt: skip
 STEP = {"name", "id", "uses", "with", "run", "env", "if", "shell", "working-directory"}
 EVENTS = {"push", "pull_request", "release", "workflow_dispatch", "schedule"}
 
@@ -95,9 +87,8 @@ def test_workflow_release_is_checked_before_publishing() -> None:
     assert runs.index("python -m build") < next(
         i for i, run in enumerate(runs) if "twine check" in run
     )
-    assert jobs["publish"]["needs"] == "build" and jobs["publish"]["permissions"] == {
-        "id-token": "write"
-    }
+    assert jobs["publish"]["needs"] == "build"
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
     # the right to publish is not with what runs the build
     assert "permissions" not in jobs["build"]
     assert jobs["publish"]["steps"][-1]["uses"].startswith("pypa/gh-action-pypi-publish@")

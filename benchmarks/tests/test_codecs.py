@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +17,9 @@ from tests.support.transforms import random
 
 TINY = ["--hidden", "256", "--shards", "1", "--repeat", "1"]
 KEYS = {
-    "published_ns",
-    "ours_ns",
-    "ratio",
-    "bytes_per_coefficient",
-    "same_coefficients",
-    "residual_error",
-    "workspace_mb",
-}
+    "published_ns", "ours_ns", "ratio", "bytes_per_coefficient", "same_coefficients",
+    "residual_error", "workspace_mb",
+}  # fmt: skip
 
 
 def run(script: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
@@ -50,18 +44,14 @@ def test_benchmark_of_positions() -> None:
     bench.show([row])
 
 
-def test_benchmark_of_codec(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_benchmark_of_codec(tmp_path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The codec benchmark prints and writes its keys."""
     out = tmp_path / "out.json"
     run(codec, monkeypatch, *TINY, "--training", "3", "--json", str(out))
     rows, printed = json.loads(out.read_text()), capsys.readouterr().out
     for name in ("k8", "k32", "k8_bf16", "k32_bf16"):
-        assert (
-            set(rows[name]) >= KEYS | {"published_temporaries_mb", "energy"}
-            and f"\n{name} " in printed
-        )
+        assert set(rows[name]) >= KEYS | {"published_temporaries_mb", "energy"}
+        assert f"\n{name} " in printed
         assert (
             rows[name]["bytes_per_coefficient"] == {8: 2.578125, 32: 2.14453125}[codec.HOT[name][0]]
         )
@@ -69,11 +59,9 @@ def test_benchmark_of_codec(
     for name in ("k8", "k32"):
         assert rows[name]["same_coefficients"] > 0.9999 and rows[name]["residual_error"] < 1e-6
     for name in ("k8_bf16", "k32_bf16"):
-        assert (
-            rows[name]["same_coefficients"] > 0.98
-            and rows[name]["energy"] > 0.999
-            and rows[name]["energy_recorded"] > 0.999
-        )
+        assert rows[name]["same_coefficients"] > 0.98
+        assert rows[name]["energy"] > 0.999
+        assert rows[name]["energy_recorded"] > 0.999
     assert rows["plain_k64"]["ours_ns"] > 0
     assert rows["cpu"] == f"{cpu_name()} ({kernels()})" and rows["cpu"] in printed
     assert 0 < rows["memory"]["pass_ns"] and "\nmemory time: one pass" in printed
@@ -83,9 +71,7 @@ def test_benchmark_of_codec(
         assert list(found) == list(codec.STAGES) and all(ns > 0 for ns in found.values())
 
 
-def test_benchmark_of_codes_and_decode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_benchmark_of_codes_and_decode(tmp_path, monkeypatch, capsys) -> None:
     """The benchmarks of codes and of decoding print and write their keys."""
     run(
         number_formats,
@@ -102,7 +88,8 @@ def test_benchmark_of_codes_and_decode(
     )
     run(decode, monkeypatch, *TINY, "--json", str(tmp_path / "decode.json"))
     found = json.loads((tmp_path / "decode.json").read_text())
-    assert list(found["replicas"]) == ["1", "2", "4", "8", "16", "32"] and set(found["growth"]) == {
+    assert list(found["replicas"]) == ["1", "2", "4", "8", "16", "32"]
+    assert set(found["growth"]) == {
         "published",
         "ours",
     }
@@ -113,9 +100,7 @@ def test_benchmark_of_codes_and_decode(
             assert capsys.readouterr().out == "no GPU here: nothing measured\n"
 
 
-def test_benchmark_of_scale(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_benchmark_of_scale(tmp_path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The scale benchmark prints all its rows. A row for each size, each number of tensors (and as
     many that are sent whole), each number of replicas.
     """

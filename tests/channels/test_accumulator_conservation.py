@@ -21,6 +21,7 @@ from fsdp_demo.config.names import FORMATS, SELECTIONS
 
 from ..support import threaded
 from ..support.cases import named
+from ..support.inside import in_ranks
 from ..support.transforms import transform
 
 STEPS = 5
@@ -33,10 +34,8 @@ PRESENT = {
     "small": lambda t, island: island == 1,
 }
 SOURCES = {
-    "gradient": ("gradient", 0),
-    "gradient, delayed": ("gradient", 2),
-    "delta": ("delta", 0),
-}
+    "gradient": ("gradient", 0), "gradient, delayed": ("gradient", 2), "delta": ("delta", 0),
+}  # fmt: skip
 CODECS = [
     ("dense", "none"),
     *((select, turned) for select in list(SELECTIONS)[1:] for turned in ("none", "dct")),
@@ -75,9 +74,7 @@ def given(t: int, island: int, name: str) -> Tensor | None:
     return torch.randint(-16, 17, SHAPES[name], generator=made) / 8
 
 
-def trained(
-    config: ExchangeConfig, island: int, topology: fsdp_demo.Topology
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def trained(config, island, topology) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Where the parameters have ended (they begin at 0), and what the accumulator keeps of each."""
     model = nn.ParameterDict({n: nn.Parameter(torch.zeros(s)) for n, s in SHAPES.items()})
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -127,18 +124,15 @@ def conserved(results: list[Any], at: Channel) -> None:
     ],
     ids=lambda value: {id(ALL): "all", id(PAIRS): "pairs", id(FEW): "few"}.get(id(value)),
 )
-def test_accumulator_conserves_sum_in_every_code(run_ranks, count, source, cases) -> None:
+@in_ranks(1, 1, timeout=240)
+def test_accumulator_conserves_sum_in_every_code(count, source, cases) -> None:
     """The sum of what was applied and what an accumulator keeps is what came in, in every number
     format: with each selection, and where the code is the same (of deltas, delayed, or alone) each
     format and each selection once.
     """
-
-    def run() -> None:
-        for code, (select, turned) in cases:
-            at = channel(code, select, turned, source)
-            config = ExchangeConfig("any", (at,))
-            with named(f"{code} {select} {turned}"):
-                results = threaded.islands(partial(trained, config), count)
-                conserved(threaded.values(results), at)
-
-    run_ranks(run, 1, 1, timeout=240)
+    for code, (select, turned) in cases:
+        at = channel(code, select, turned, source)
+        config = ExchangeConfig("any", (at,))
+        with named(f"{code} {select} {turned}"):
+            results = threaded.islands(partial(trained, config), count)
+            conserved(threaded.values(results), at)

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import fsdp_demo
-from fsdp_demo import ExchangeConfig, Topology, preset
+from fsdp_demo import Topology, preset
 from fsdp_demo.channels import bind
 from fsdp_demo.checkpoint import CheckpointManager, RunState
 
+from ..support.inside import in_ranks
 from ..support.threaded import Tap, islands, values
 
 CONFIGS = {
@@ -37,11 +38,9 @@ class Net(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = (
-            torch.nn.Linear(6, 8),
-            torch.nn.BatchNorm1d(8),
-            torch.nn.Linear(8, 1),
-        )
+        self.first = torch.nn.Linear(6, 8)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.last = torch.nn.Linear(8, 1)
         self.register_buffer("table", torch.arange(4.0), persistent=False)
         self.register_buffer("exact", torch.ones(2, dtype=torch.float64))
 
@@ -49,9 +48,7 @@ class Net(torch.nn.Module):
         return self.last(self.norm(self.first(x)))
 
 
-def made(
-    config: ExchangeConfig, topology: Topology, state: Any = None, saved: Any = None
-) -> tuple[Net, Any, Any]:
+def made(config, topology: Topology, state=None, saved=None) -> tuple[Net, Any, Any]:
     torch.manual_seed(3)
     model = Net()
     plain = config.inner_optimizers[0] == "sgd"
@@ -78,7 +75,8 @@ def step(model: Net, optimizer: Any, exchange: Any, island: int) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_buffers_equal_at_end(run_ranks: Callable[..., Any], name: str) -> None:
+@in_ranks(1, 1)
+def test_buffers_equal_at_end(name: str) -> None:
     """All islands end with equal buffers."""
 
     def island(i: int, topology: Topology) -> Any:
@@ -89,24 +87,17 @@ def test_buffers_equal_at_end(run_ranks: Callable[..., Any], name: str) -> None:
         exchange.finish()
         return apart, {n: b.clone() for n, b in model.named_buffers()}
 
-    def run() -> Any:
-        found = values(islands(island))
-        apart, ended = zip(*found, strict=True)
-        assert not torch.equal(apart[0], apart[1])
-        for name in ended[0]:
-            assert torch.equal(ended[0][name], ended[1][name]), name
-        assert (
-            int(ended[0]["norm.num_batches_tracked"]) == 6
-            and ended[0]["exact"].dtype == torch.float64
-        )
-        return True
-
-    assert run_ranks(run, 1, 1) == [True]
+    found = values(islands(island))
+    apart, ended = zip(*found, strict=True)
+    assert not torch.equal(apart[0], apart[1])
+    for name in ended[0]:
+        assert torch.equal(ended[0][name], ended[1][name]), name
+    assert int(ended[0]["norm.num_batches_tracked"]) == 6
+    assert ended[0]["exact"].dtype == torch.float64
 
 
-def test_buffers_mean_in_message_of_parameters(
-    run_ranks: Callable[..., Any],
-) -> None:
+@in_ranks(1, 1)
+def test_buffers_mean_in_message_of_parameters() -> None:
     """Buffers are averaged, and they travel in the message of the parameters."""
 
     def island(i: int, topology: Topology) -> Any:
@@ -126,14 +117,10 @@ def test_buffers_mean_in_message_of_parameters(
         exchange.detach()
         return before.norm.running_mean, model.norm.running_mean.clone(), sent
 
-    def run() -> Any:
-        (own, mean, sent), (other, same, _) = values(islands(island))
-        torch.testing.assert_close(mean, (own + other) / 2)
-        # header, two legs: one message for parameters and buffers
-        assert torch.equal(mean, same) and sent == 3
-        return True
-
-    assert run_ranks(run, 1, 1) == [True]
+    (own, mean, sent), (other, same, _) = values(islands(island))
+    torch.testing.assert_close(mean, (own + other) / 2)
+    # header, two legs: one message for parameters and buffers
+    assert torch.equal(mean, same) and sent == 3
 
 
 def test_buffers_under_gradient_presets(run_ranks: Callable[..., Any], everywhere: Any) -> None:
@@ -192,27 +179,24 @@ def test_buffers_after_resume(run_ranks: Callable[..., Any], everywhere: Any, na
 
 @pytest.mark.parametrize("name", ["demo", "diloco"])
 @pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min])
-def test_buffers_mask_not_averaged(run_ranks: Callable[..., Any], name: str, lowest: float) -> None:
+@in_ranks(2, 1)
+def test_buffers_mask_not_averaged(me: Any, name: str, lowest: float) -> None:
     """A mask stays as it is: its mean is no number, and a checkpoint holds it."""
-
-    def run(me: Any) -> bool:
-        topology = Topology.from_env()
-        torch.manual_seed(3)
-        model = Net()
-        model.register_buffer("mask", torch.full((3, 3), lowest).triu(1))
-        optimizer = fsdp_demo.base_optimizer(CONFIGS[name], model.named_parameters(), 0.01)
-        checkpoints = CheckpointManager(me.folder / topology.name, topology)
-        state = RunState(checkpoints, model, optimizer)
-        exchange = fsdp_demo.attach(optimizer, CONFIGS[name], model=model, topology=topology)
-        mask = model.mask.clone()
-        for _ in range(4):
-            step(model, optimizer, exchange, me.island)
-        state.save(exchange)
-        exchange.finish()
-        assert torch.equal(model.mask, mask) and list(checkpoints.whole()) == [4]
-        return exchange.metrics()["not_finite"] == 0
-
-    assert run_ranks(run, 2, 1) == [True, True]
+    topology = Topology.from_env()
+    torch.manual_seed(3)
+    model = Net()
+    model.register_buffer("mask", torch.full((3, 3), lowest).triu(1))
+    optimizer = fsdp_demo.base_optimizer(CONFIGS[name], model.named_parameters(), 0.01)
+    checkpoints = CheckpointManager(me.folder / topology.name, topology)
+    state = RunState(checkpoints, model, optimizer)
+    exchange = fsdp_demo.attach(optimizer, CONFIGS[name], model=model, topology=topology)
+    mask = model.mask.clone()
+    for _ in range(4):
+        step(model, optimizer, exchange, me.island)
+    state.save(exchange)
+    exchange.finish()
+    assert torch.equal(model.mask, mask) and list(checkpoints.whole()) == [4]
+    assert exchange.metrics()["not_finite"] == 0
 
 
 def test_buffers_unsharded_islands_of_unlike_size(run_ranks: Callable[..., Any]) -> None:

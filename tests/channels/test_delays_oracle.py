@@ -54,12 +54,9 @@ def states(delay: int, of_states: int) -> Case:
     config = preset(
         "desloc", embeddings=True, period=3, states={"exp_avg": 1, "exp_avg_sq": 2}, clip=None
     ).changed(changes)
-    options = {
-        "period": 3,
-        "states": {"exp_avg": 3, "exp_avg_sq": 6},
-        "delay": delay,
-        "state_delay": of_states,
-    }
+    options = dict(
+        period=3, states={"exp_avg": 3, "exp_avg_sq": 6}, delay=delay, state_delay=of_states
+    )
     return Case(config, oracle.Averaging, adamw, options)
 
 
@@ -73,13 +70,9 @@ def sparse(rule: str, delay: int, mix: float = 0.0, **kw: Any) -> Case:
         clip=None,
         inner_optimizers="as_is",
     )
-    options = {
-        "rule": rule,
-        "period": P,
-        "delay": delay,
-        "mix": mix,
-        "coding": coding(senders=rule == "consensus"),
-    }
+    options = dict(
+        rule=rule, period=P, delay=delay, mix=mix, coding=coding(senders=rule == "consensus")
+    )
     return Case(
         config.changed({"schedule.delay": delay, "applier.mix": mix}),
         oracle.DecoupledMomentum,
@@ -132,20 +125,12 @@ CASES = {
     "consensus-9": sparse("consensus", 9, seed=1),
     "released-1": sparse("released", 1),
     "released-6": sparse("released", 6),
-    "sparse_loco-2bit": Case(
-        coded("sparse_loco", period=2, **{"schedule.delay": 5}),
-        oracle.SparseLoCo,
-        sgd,
-        {"period": 2, "delay": 5, "dtype": torch.float32},
-        seed=3,
-    ),
-    "muloco-int4": Case(
-        coded("muloco", momentum_warmup=0, period=P, value_dtype="int4", **{"schedule.delay": 6}),
-        oracle.Streaming,
-        sgd,
+    "sparse_loco-2bit": Case(coded("sparse_loco", period=2, **{"schedule.delay": 5}),
+        oracle.SparseLoCo, sgd, {"period": 2, "delay": 5, "dtype": torch.float32}, seed=3),
+    "muloco-int4": Case(coded("muloco", momentum_warmup=0, period=P, value_dtype="int4",
+        **{"schedule.delay": 6}), oracle.Streaming, sgd,
         {"period": P, "lr": 0.8, "beta": 0.9, "code": "int4", "delay": 6, "dtype": torch.float32},
-        model=LAYERED,
-    ),
+        model=LAYERED),
     "streaming-5": streaming(5, 0.5),
     "streaming-8": streaming(8, 0.5),
     "streaming-13": streaming(13, 0.0),
@@ -163,16 +148,11 @@ CASES = {
     "demo-3-sign": gathered(1, 3, sign=True),
     "demo-period-4-delay-1": gathered(4, 1),
     "demo-period-2-delay-5": gathered(2, 5, seed=2),
-}
+}  # fmt: skip
 ON = {
-    "streaming-8": "2x2",
-    "delta-6": "2x2",
-    "delta-3-kept": "2x2",
-    "delta-6-eager-kept": "2x2",
-    "consensus-9": "2x2",
-    "demo-period-2-delay-5": "2x2",
-    "state-7-parameter-7": "4x1",
-}
+    "streaming-8": "2x2", "delta-6": "2x2", "delta-3-kept": "2x2", "delta-6-eager-kept": "2x2",
+    "consensus-9": "2x2", "demo-period-2-delay-5": "2x2", "state-7-parameter-7": "4x1",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -241,18 +221,10 @@ def trained(case: Case, end: str) -> Any:
     return run
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "delta-3-mixed",
-        "delta-3-kept",
-        "delta-6",
-        "delta-6-eager-kept",
-        "delta-9-mixed",
-        "streaming-5",
-        "streaming-13",
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "delta-3-mixed", "delta-3-kept", "delta-6", "delta-6-eager-kept", "delta-9-mixed",
+    "streaming-5", "streaming-13",
+])  # fmt: skip
 def test_delay_finish_drains_and_exchanges_once_more(run_ranks, name):
     """`finish` applies all exchanges in flight and makes one more, as the oracle does."""
     case = CASES[name]

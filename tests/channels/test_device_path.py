@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,10 +41,8 @@ CASES = {
     "random": preset("random"),
     "random int8": preset("random", value_dtype="int8"),
     "stride": preset("stride"),
-    **{
-        f"diloco {code}": preset("diloco", period=2, value_dtype=code)
-        for code in ("fp32", "int8", "int4", "2bit", "1bit")
-    },
+    **{f"diloco {code}": preset("diloco", period=2, value_dtype=code)
+        for code in ("fp32", "int8", "int4", "2bit", "1bit")},
     "streaming_diloco": preset("streaming_diloco", period=6, delay=2, layers=1),
     "decoupled_momentum": preset("decoupled_momentum", period=2),
     "decoupled_momentum dct": preset("decoupled_momentum", period=2, transform=True),
@@ -54,26 +52,17 @@ CASES = {
     "desloc": preset("desloc", period=2),
     "local_sgd late": preset("local_sgd", period=4, **{"schedule.delay": 3, "applier.mix": 0.5}),
     "muloco": preset("muloco", period=2),
-}
+}  # fmt: skip
 
 
-def random(
-    shape: Sequence[int], seed: int, device: torch.device = CPU, dtype: torch.dtype = torch.float32
-) -> Tensor:
+def random(shape, seed, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 class Play:
     """A channel of each kind that a configuration has, on a device, through three rounds."""
 
-    def __init__(
-        self,
-        config: ExchangeConfig,
-        device: torch.device,
-        mode: Accelerator,
-        dtype: torch.dtype,
-        home: str | None,
-    ):
+    def __init__(self, config, device, mode: Accelerator, dtype: torch.dtype, home: str | None):
         self.device, self.mode, self.dtype = device, mode, dtype
         self.parameters = [
             (n, nn.Parameter(random(s, i, device, dtype))) for i, (n, s) in enumerate(ALL)
@@ -104,9 +93,7 @@ class Play:
                 )
         return seen
 
-    def _round(
-        self, c: ChannelRunner, number: int, bodies: list[Tensor], weights: list[float]
-    ) -> list[Tensor]:
+    def _round(self, c, number, bodies: list[Tensor], weights: list[float]) -> list[Tensor]:
         for i, (_, p) in enumerate(self.parameters):
             p.add_(random(p.shape, 1000 * number + i, self.device, self.dtype), alpha=0.1)
             p.grad = random(p.shape, 2000 * number + i, self.device, self.dtype)
@@ -152,9 +139,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transform, "intel", lambda: False)
 
 
-def compare(
-    config: ExchangeConfig, dtype: torch.dtype = torch.float32, home: str | None = None
-) -> None:
+def compare(config, dtype: torch.dtype = torch.float32, home: str | None = None) -> None:
     with torch.no_grad(), plug_in(), Accelerator() as mode:
         mode.lenient = True
         found = Play(config, DEVICE, mode, dtype, home).rounds()
@@ -182,9 +167,7 @@ def test_device_offload_outer_state(small: None) -> None:
 # ---- a whole exchange --------------------------------------------------------------------------
 
 
-def train(
-    config: ExchangeConfig, device: torch.device, steps: int = 7
-) -> Callable[[int, Topology], Any]:
+def train(config: ExchangeConfig, device: torch.device, steps=7) -> Callable[[int, Topology], Any]:
     """Two islands that train `steps` steps on gradients of noise; what each ends with."""
 
     def island(i: int, topology: Topology) -> Any:
@@ -211,27 +194,15 @@ def train(
     return island
 
 
-@pytest.mark.parametrize(
-    "name, config",
-    [
-        ("demo", preset("demo")),
-        ("demo late", preset("demo", **{"schedule.delay": 2})),
-        ("full", preset("full")),
-        (
-            "diloco",
-            preset(
-                "diloco",
-                period=2,
-                inner_optimizers="as_is",
-                **{"schedule.delay": 1, "applier.mix": 0.5},
-            ),
-        ),
-        ("decoupled_momentum", preset("decoupled_momentum", period=2, inner_optimizers="as_is")),
-    ],
-)
-def test_device_exchange_steps_never_wait(
-    run_ranks: Callable[..., Any], name: str, config: ExchangeConfig
-) -> None:
+@pytest.mark.parametrize("name, config", [
+    ("demo", preset("demo")),
+    ("demo late", preset("demo", **{"schedule.delay": 2})),
+    ("full", preset("full")),
+    ("diloco", preset("diloco", period=2, inner_optimizers="as_is",
+        **{"schedule.delay": 1, "applier.mix": 0.5})),
+    ("decoupled_momentum", preset("decoupled_momentum", period=2, inner_optimizers="as_is")),
+])  # fmt: skip
+def test_device_exchange_steps_never_wait(run_ranks, name: str, config: ExchangeConfig) -> None:
     """The steps of an exchange never wait for the device. Only the worker waits, for the copy it is
     about to send; parameters and the loss are those of the CPU. The watch for written parameters is
     left out: it reads one vector from the device ahead of the step behind an exchange.
@@ -278,10 +249,8 @@ def test_device_released_average_reads_drift() -> None:
 def test_device_clip_reads_nothing(scale: float) -> None:
     """Clipping reads nothing from the device and equals that of torch."""
     gradients = [random(s, i) * scale for i, (_, s) in enumerate(ALL)]
-    host, torchs = (
-        [g.clone() for g in gradients],
-        [nn.Parameter(torch.zeros_like(g)) for g in gradients],
-    )
+    host = [g.clone() for g in gradients]
+    torchs = [nn.Parameter(torch.zeros_like(g)) for g in gradients]
     for p, g in zip(torchs, gradients, strict=True):
         p.grad = g.clone()
     IslandGroup(Topology(), ShardPosition()).clip([*host, None], 1.0)
@@ -346,9 +315,7 @@ def kernels(config: ExchangeConfig, layers: int) -> tuple[Counter[str], int, int
 
 
 @pytest.mark.parametrize("transform", [True, False])
-def test_device_kernels_batched_over_layers(
-    transform: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_kernels_batched_over_layers(transform, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers are batched. Of an exchange's kernels only two per tensor depend on how many there
     are, those that copy it into a window and its signs back; the others on the number of windows.
     """

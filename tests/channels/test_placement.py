@@ -30,10 +30,8 @@ def test_placement_active_copies_and_home() -> None:
         for copy in range(3)
     ]
     assert active_copies == [0, 1, None]
-    assert (
-        Placement(here).home_device == here.device
-        and Placement(here, home="meta").home_device.type == "meta"
-    )
+    assert Placement(here).home_device == here.device
+    assert Placement(here, home="meta").home_device.type == "meta"
 
 
 def test_placement_binds_channels() -> None:
@@ -43,27 +41,22 @@ def test_placement_binds_channels() -> None:
     model, here = shards()
     config = preset("local_sgd", period=3)
     bound = bind(config.channels, config, Placement(here, islands=2), model)
-    assert [c.channel.name for c in bound.channels] == [
-        c.name for c in config.channels
-    ] and bound.channels[0].size == 2
+    assert [c.channel.name for c in bound.channels] == [c.name for c in config.channels]
+    assert bound.channels[0].size == 2
     assert [(b.channel.name, b.channel.schedule.sync_every) for b in bound.buffers] == [
         ("buffers", 3)
     ]
-    assert (
-        len(bound.parameters.covered) == 4
-        and bind(config.channels, config, Placement(here), model).buffers == []
-    )
+    assert len(bound.parameters.covered) == 4
+    assert bind(config.channels, config, Placement(here), model).buffers == []
     beyond = bind(
         config.channels,
         config,
         Placement(here, ShardPosition(1, 0, 2, 1), active_copies=1, islands=2),
         None,
     )
-    assert (
-        beyond.channels[0].section is None
-        and beyond.channels[0].layout is None
-        and beyond.buffers == []
-    )
+    assert beyond.channels[0].section is None
+    assert beyond.channels[0].layout is None
+    assert beyond.buffers == []
 
 
 def test_placement_uncovered_parameters_refused() -> None:

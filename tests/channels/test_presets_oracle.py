@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -28,12 +28,9 @@ from ..support.layered import LAYERED, PROBE, Given
 STEPS = 30  # where a clock is slow (DES-LOC's moments every 24 steps), or something warms up
 ROUNDS = 14  # elsewhere: three rounds of the delta presets and the beginning of a fourth
 ISLANDS = {
-    "2x1": (2, 1, True),
-    "3x1": (3, 1, True),
-    "2x2": (2, 2, True),
-    "2x2-unsharded": (2, 2, False),
+    "2x1": (2, 1, True), "3x1": (3, 1, True), "2x2": (2, 2, True), "2x2-unsharded": (2, 2, False),
     "4x1": (4, 1, True),
-}
+}  # fmt: skip
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -86,9 +83,7 @@ def coding(**kw: Any) -> oracle.Coding:
     return oracle.Coding(**{"code": "fp32", **kw})
 
 
-def positions(
-    config: ExchangeConfig, shapes: dict[str, torch.Size], shards: int, active_copies: int
-) -> Callable[[int, str, int], torch.Tensor]:
+def positions(config, shapes, shards, active_copies) -> Callable[[int, str, int], torch.Tensor]:
     """The positions of a seeded selection for the oracle, from the library's own function: masks of
     local tensors.
 
@@ -127,14 +122,7 @@ def positions(
     return lambda exchange, name, shard: masks(exchange, shard)[name]
 
 
-def seeded_oracle(
-    *args: Any,
-    config: ExchangeConfig,
-    shards: int = 1,
-    active_copies: int = 1,
-    beta: float = 0.95,
-    **kw: Any,
-) -> oracle.Demo:
+def seeded_oracle(*args, config, shards=1, active_copies=1, beta=0.95, **kw) -> oracle.Demo:
     """DeMo at the positions of `config`."""
     shapes = {n: p.shape for n, p in args[0].items()}
     codec = config.channels[0].codec
@@ -159,9 +147,7 @@ def parts(layers: int, order: str) -> list[list[str]]:
     return oracle.fragments(list(layered.SHAPES), layers, order)
 
 
-def delta_case(
-    config: ExchangeConfig, inner: Callable[[Any], torch.optim.Optimizer] = sgd, **kw: Any
-) -> Case:
+def delta_case(config, inner: Callable[[Any], torch.optim.Optimizer] = sgd, **kw) -> Case:
     """Decoupled momentum: `kw` are the oracle's options and the case's fields."""
     fields = {k: kw.pop(k) for k in ("seed", "seeds", "tolerance") if k in kw}
     return Case(
@@ -358,9 +344,7 @@ def expected(case: Case, replicas: int, shards: int, seed: int, steps: int = STE
     return Expected(history, method.margin, doubtful)
 
 
-def followed(
-    method: oracle.Replicas, grads: Iterable[list[dict[str, torch.Tensor]]]
-) -> list[list[dict[str, torch.Tensor]]]:
+def followed(method, grads) -> list[list[dict[str, torch.Tensor]]]:
     """The parameters of an oracle after each step: [step][replica]."""
     history = []
     for every in grads:
@@ -371,13 +355,7 @@ def followed(
     return history
 
 
-def follow(
-    method: oracle.Replicas,
-    seed: int,
-    steps: int,
-    names: list[str] | None = None,
-    skips: tuple[tuple[int, int], ...] = (),
-) -> list[list[dict[str, torch.Tensor]]]:
+def follow(method, seed, steps, names=None, skips=()) -> list[list[dict[str, torch.Tensor]]]:
     """Run an oracle on the probe's gradients; `skips` are (step, replica) pairs where a replica
     drops its step. [step][replica].
     """
@@ -407,12 +385,7 @@ def worst(real: list[dict[str, torch.Tensor]], replica: int, truth: Expected) ->
     )
 
 
-def worst_of(
-    real: list[dict[str, torch.Tensor]],
-    replica: int,
-    truth: list[list[dict[str, torch.Tensor]]],
-    smallest: dict[str, torch.Tensor] | None = None,
-) -> float:
+def worst_of(real, replica, truth, smallest: dict[str, torch.Tensor] | None = None) -> float:
     """`worst` for a history; elements whose sign hung on less than 1e-4 are left out."""
     doubtful = {
         n: smallest[n] < 1e-4 if smallest else torch.zeros(p.shape, dtype=torch.bool)
@@ -421,9 +394,7 @@ def worst_of(
     return worst(real, replica, Expected(truth, 0.0, doubtful))
 
 
-def trainer(
-    case: Case, seed: int, steps: int, sharded: bool = True, **kw: Any
-) -> Callable[[Any], Any]:
+def trainer(case: Case, seed: int, steps: int, sharded: bool = True, **kw) -> Callable[[Any], Any]:
     """What each rank runs; only the first process of an island hands its parameters back."""
 
     def run(me: Any) -> Any:
@@ -444,12 +415,9 @@ BOTH = ("2x2", "4x1")
 # these also on islands that are not sharded
 FIRST = ("full", "demo", "diloco", "consensus", "released")
 VARIANTS = (
-    "desloc-momentum",
-    "demo-no-transform",
-    "consensus-replicas-no-transform",
-    "released-senders",
+    "desloc-momentum", "demo-no-transform", "consensus-replicas-no-transform", "released-senders",
     "diloco-warmup",
-)
+)  # fmt: skip
 VARIANTS += ("streaming-sequential",)
 COMBINATIONS = [(n, i) for n in CASES for i in BOTH if i == "2x2" or n not in VARIANTS] + [
     (n, "2x2-unsharded") for n in (*FIRST, "random")
@@ -489,17 +457,9 @@ def warm_then_cosine(t: int) -> float:
 
 
 ALL_FOUR = (
-    "full",
-    "local_sgd",
-    "local_adam",
-    "desloc",
-    "diloco",
-    "streaming_diloco",
-    "demo",
-    "demo-v2",
-    "demo-adamw",
-    "random",
-)
+    "full", "local_sgd", "local_adam", "desloc", "diloco", "streaming_diloco", "demo", "demo-v2",
+    "demo-adamw", "random",
+)  # fmt: skip
 ALL_FOUR += ("stride", "consensus", "released", "released-average", "sparse_loco")
 SEEDS = {"demo": 1, "demo-adamw": 1, "consensus": 1, "sparse_loco": 1}
 CLIPS = {"demo-v2": 0.5, "stride": 5.0}  # of means of which little is sent at a step
@@ -533,10 +493,8 @@ def test_preset_with_schedule_clip_and_decay(run_ranks, name):
     """The presets follow their oracles under a schedule, clipping, accumulation and
     weight decay.
     """
-    case, procs = (
-        all_four(name),
-        2 if name in ("full", "desloc", "streaming_diloco", "demo", "consensus") else 1,
-    )
+    case = all_four(name)
+    procs = 2 if name in ("full", "desloc", "streaming_diloco", "demo", "consensus") else 1
     results = run_ranks(trainer(case, case.seed, 13, schedule=warm_then_cosine), 2, procs)
     truth = expected(case, 2, procs, case.seed, 13)
     assert truth.margin > 5e-6, f"choose another seed: a top-k choice is as close as {truth.margin}"
@@ -561,65 +519,33 @@ def coded(name: str, **changes: Any) -> ExchangeConfig:
 RANDOM_BF16 = coded("random", topk=512, value_dtype="bf16", sign=False)
 CODED: dict[str, Case] = {
     "full-bf16": Case(coded("full", value_dtype="bf16"), oracle.Full, sgd, {"code": "bf16"}),
-    "diloco-bf16": Case(
-        coded("diloco", momentum_warmup=0, period=P, value_dtype="bf16"),
-        oracle.DiLoCo,
-        sgd,
-        {"period": P, "code": "bf16"},
-    ),
-    "diloco-int8": Case(
-        coded("diloco", momentum_warmup=0, period=P, value_dtype="int8"),
-        oracle.DiLoCo,
-        sgd,
-        {"period": P, "code": "int8"},
-    ),
-    "demo-bf16": Case(
-        coded("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="bf16", transform=False, sign=False),
-        oracle.Demo,
-        sgd,
-        {"sign": False, "coding": coding(code="bf16", transform=False)},
-    ),
-    "demo-int8": Case(
-        coded("demo", **probe.PLAIN_EMBEDDINGS, sign=False),
-        oracle.Demo,
-        sgd,
-        {"sign": False, "coding": coding(code="int8")},
-    ),
-    "desloc-bf16": Case(
-        coded("desloc", embeddings=True, period=3, value_dtype="bf16"),
-        oracle.Averaging,
-        adamw,
-        {"period": 3, "states": {"exp_avg": 9, "exp_avg_sq": 18}, "code": "bf16"},
-    ),
+    "diloco-bf16": Case(coded("diloco", momentum_warmup=0, period=P, value_dtype="bf16"),
+        oracle.DiLoCo, sgd, {"period": P, "code": "bf16"}),
+    "diloco-int8": Case(coded("diloco", momentum_warmup=0, period=P, value_dtype="int8"),
+        oracle.DiLoCo, sgd, {"period": P, "code": "int8"}),
+    "demo-bf16": Case(coded("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="bf16", transform=False,
+        sign=False), oracle.Demo, sgd,
+        {"sign": False, "coding": coding(code="bf16", transform=False)}),
+    "demo-int8": Case(coded("demo", **probe.PLAIN_EMBEDDINGS, sign=False), oracle.Demo, sgd,
+        {"sign": False, "coding": coding(code="int8")}),
+    "desloc-bf16": Case(coded("desloc", embeddings=True, period=3, value_dtype="bf16"),
+        oracle.Averaging, adamw,
+        {"period": 3, "states": {"exp_avg": 9, "exp_avg_sq": 18}, "code": "bf16"}),
     "random-bf16": Case(RANDOM_BF16, seeded_oracle, sgd, {"config": RANDOM_BF16, "sign": False}),
-    "consensus-int8": Case(
-        coded("decoupled_momentum", period=P, transform=False),
-        oracle.DecoupledMomentum,
-        sgd,
-        {"period": P, "coding": coding(code="int8", transform=False)},
-    ),
-    "streaming-fp4": Case(
-        coded("streaming_diloco", momentum_warmup=0, **{**STREAM, "value_dtype": "fp4_e3m0"}),
-        oracle.Streaming,
-        sgd,
+    "consensus-int8": Case(coded("decoupled_momentum", period=P, transform=False),
+        oracle.DecoupledMomentum, sgd,
+        {"period": P, "coding": coding(code="int8", transform=False)}),
+    "streaming-fp4": Case(coded("streaming_diloco", momentum_warmup=0,
+        **{**STREAM, "value_dtype": "fp4_e3m0"}), oracle.Streaming, sgd,
         {"period": 6, "delay": 2, "mix": 0.5, "parts": parts(2, "strided"), "code": "fp4_e3m0"},
-        model=LAYERED,
-    ),
+        model=LAYERED),
     "sparse_loco-2bit": Case(coded("sparse_loco", period=P), oracle.SparseLoCo, sgd, {"period": P}),
-    "sparse_loco-1bit": Case(
-        coded("sparse_loco", period=P, value_dtype="1bit"),
-        oracle.SparseLoCo,
-        sgd,
-        {"period": P, "code": "1bit"},
-    ),
-    "muloco-int4": Case(
-        coded("muloco", momentum_warmup=0, period=P, value_dtype="int4"),
-        oracle.Streaming,
-        sgd,
-        {"period": P, "lr": 0.8, "momentum": 0.9, "beta": 0.9, "code": "int4"},
-        model=LAYERED,
-    ),
-}
+    "sparse_loco-1bit": Case(coded("sparse_loco", period=P, value_dtype="1bit"), oracle.SparseLoCo,
+        sgd, {"period": P, "code": "1bit"}),
+    "muloco-int4": Case(coded("muloco", momentum_warmup=0, period=P, value_dtype="int4"),
+        oracle.Streaming, sgd,
+        {"period": P, "lr": 0.8, "momentum": 0.9, "beta": 0.9, "code": "int4"}, model=LAYERED),
+}  # fmt: skip
 CODED_AT = [
     (n, {"diloco-int8": "2x2", "streaming-fp4": "2x2", "sparse_loco-2bit": "3x1"}.get(n, "2x1"))
     for n in CODED
@@ -656,30 +582,16 @@ def test_preset_value_codes_follow_oracle(run_ranks, name, islands):
 LAYER_NAMES = [n for n, _ in layered.Small().named_parameters()]
 REAL: dict[str, Case] = {
     "full": Case(preset("full"), oracle.Full, adamw),
-    "desloc": Case(
-        preset("desloc", embeddings=True, period=P, clip=None),
-        oracle.Averaging,
-        adamw,
-        {"period": P, "states": {"exp_avg": 12, "exp_avg_sq": 24}},
-    ),
-    "streaming_diloco": Case(
-        preset("streaming_diloco", momentum_warmup=0, clip=None, **{**STREAM, "layers": 1}),
-        oracle.Streaming,
-        adamw,
-        {"period": 6, "delay": 2, "mix": 0.5, "parts": oracle.fragments(LAYER_NAMES, 1)},
-    ),
-    "consensus": delta_case(
-        preset("decoupled_momentum", transform=True, period=P, value_dtype="fp32"),
-        adamw,
-        coding=coding(),
-    ),
-    "sparse_loco": Case(
-        preset("sparse_loco", period=P, value_dtype="fp32", clip=None),
-        oracle.SparseLoCo,
-        adamw,
-        {"period": P, "code": "fp32"},
-    ),
-}
+    "desloc": Case(preset("desloc", embeddings=True, period=P, clip=None), oracle.Averaging, adamw,
+        {"period": P, "states": {"exp_avg": 12, "exp_avg_sq": 24}}),
+    "streaming_diloco": Case(preset("streaming_diloco", momentum_warmup=0, clip=None,
+        **{**STREAM, "layers": 1}), oracle.Streaming, adamw,
+        {"period": 6, "delay": 2, "mix": 0.5, "parts": oracle.fragments(LAYER_NAMES, 1)}),
+    "consensus": delta_case(preset("decoupled_momentum", transform=True, period=P,
+        value_dtype="fp32"), adamw, coding=coding()),
+    "sparse_loco": Case(preset("sparse_loco", period=P, value_dtype="fp32", clip=None),
+        oracle.SparseLoCo, adamw, {"period": P, "code": "fp32"}),
+}  # fmt: skip
 
 
 REAL_AT = [(n, i) for n in REAL for i in BOTH if i == "2x2" or n in ("full", "streaming_diloco")]
@@ -730,15 +642,10 @@ def test_preset_bf16_compute(run_ranks, name, islands):
 # -- MuLoCo --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "islands, code",
-    [
-        ("4x1", "fp32"),
-        pytest.param("2x2", "2bit", marks=pytest.mark.slow),
-        ("4x1", "2bit"),
-        ("2x2", "1bit"),
-    ],
-)
+@pytest.mark.parametrize("islands, code", [
+    ("4x1", "fp32"), pytest.param("2x2", "2bit", marks=pytest.mark.slow), ("4x1", "2bit"),
+    ("2x2", "1bit"),
+])  # fmt: skip
 def test_preset_muloco_measured_updates(run_ranks, islands, code):
     """What each inner step of MuonAdamW did is measured; the outer rule must follow from it. In one
     bit it is `sign_muloco`.

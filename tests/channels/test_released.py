@@ -183,13 +183,8 @@ class QuantizedOuterSGD(oracle.Streaming):
 
 
 MULOCO = {
-    "period": 4,
-    "lr": 0.8,
-    "momentum": 0.9,
-    "beta": 0.9,
-    "code": "int4",
-    "dtype": torch.float32,
-}
+    "period": 4, "lr": 0.8, "momentum": 0.9, "beta": 0.9, "code": "int4", "dtype": torch.float32,
+}  # fmt: skip
 RELEASED_MULOCO = Case(
     coded("muloco", period=4, value_dtype="int4", released=True),
     QuantizedOuterSGD,
@@ -236,9 +231,7 @@ def test_released_muloco_defaults() -> None:
     assert preset("muloco", released=True, value_dtype="fp32").channels[0].accumulator is None
 
 
-def muon_released(
-    p: torch.Tensor, grads: list[torch.Tensor], lr: float, decay: float
-) -> torch.Tensor:
+def muon_released(p: torch.Tensor, grads: list[torch.Tensor], lr, decay: float) -> torch.Tensor:
     """Muon as MuLoCo's code has it: no Nesterov, the rate times sqrt(out / in), decay by the rate
     itself.
     """
@@ -273,10 +266,8 @@ def test_released_muon_by_options(shape) -> None:
     want = muon_released(start, grads, 0.0224, 0.1)
     # products in bf16
     assert float((w.detach() - want).norm()) < 0.03 * float((start - want).norm())
-    assert optimizer.param_groups[-1]["lr"] == 0.0224 and optimizer.param_groups[-1]["betas"] == (
-        0.9,
-        0.99,
-    )
+    assert optimizer.param_groups[-1]["lr"] == 0.0224
+    assert optimizer.param_groups[-1]["betas"] == (0.9, 0.99)
     assert optimizer.param_groups[0]["nesterov"] is False
 
 

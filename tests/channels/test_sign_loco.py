@@ -25,9 +25,7 @@ KEPT = {
 NONE = {"rise": 2, "beta": 0.0, "momentum": 0.6}
 
 
-def case(
-    options: dict[str, Any], inner: Callable[[Any], torch.optim.Optimizer] = adamw, **fields: Any
-) -> Case:
+def case(options, inner: Callable[[Any], torch.optim.Optimizer] = adamw, **fields) -> Case:
     """The preset and the oracle at the same settings."""
     words = {"rise": "momentum_warmup", "k": "topk", "delay": "schedule.delay"}
     words["late_k"] = "late_topk"
@@ -100,19 +98,16 @@ def test_sign_loco_settings() -> None:
     assert kept.accumulator == Accumulator(beta=0.6) and kept.taken == 1.0
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"beta": 1.5}, "accumulator.beta=1.5 is out of range"),
-        ({"topk": 0}, "codec.topk=0 is out of range"),
-        ({"momentum": 1.0}, "applier.momentum=1.0 is out of range"),
-        ({"momentum_warmup": 0.5}, "momentum_warmup=0.5 must be a whole number"),
-        ({"codec.select": "dense"}, "needs a selection by the data"),
-        ({"applier.sign": True}, "applier.sign=True is for gradient channels"),
-        ({"accumulator.alpha": 0.5}, "accumulator.alpha=0.5 has no effect"),
-        ({"seed": 3}, "seed=3 has no effect"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"beta": 1.5}, "accumulator.beta=1.5 is out of range"),
+    ({"topk": 0}, "codec.topk=0 is out of range"),
+    ({"momentum": 1.0}, "applier.momentum=1.0 is out of range"),
+    ({"momentum_warmup": 0.5}, "momentum_warmup=0.5 must be a whole number"),
+    ({"codec.select": "dense"}, "needs a selection by the data"),
+    ({"applier.sign": True}, "applier.sign=True is for gradient channels"),
+    ({"accumulator.alpha": 0.5}, "accumulator.alpha=0.5 has no effect"),
+    ({"seed": 3}, "seed=3 has no effect"),
+])  # fmt: skip
 def test_sign_loco_settings_refused(changes: dict[str, Any], said: str) -> None:
     """Settings that cannot work with `sign_loco` are refused."""
     with pytest.raises(ValueError, match=said.replace("(", r"\(")):

@@ -20,6 +20,7 @@ from fsdp_demo.errors import PeerLost, StoreSilent
 from fsdp_demo.peers.votes import Ranks
 
 from ..support.durable import Durable
+from ..support.inside import in_ranks
 
 
 def test_save_without_store_does_not_wait(run_ranks, tmp_path: Path) -> None:
@@ -85,17 +86,14 @@ def test_save_beside_a_store_that_hangs_asks_rarely(monkeypatch: pytest.MonkeyPa
         assert connections() == 1
 
 
-def test_resume_after_attempt_ended_does_not_wait(run_ranks) -> None:
+@in_ranks(1, 1)
+def test_resume_after_attempt_ended_does_not_wait(me: Any) -> None:
     """A question for common checkpoints does not wait once the attempt has ended. Another island's
     process was lost and started again: it opened the next attempt.
     """
-
-    def fn(me: Any) -> None:
-        topology = fsdp_demo.Topology(
-            "islands", 0, 2, endpoint=Durable().endpoint, timeout=3600.0, run="r"
-        )
-        topology.open_store().under(topology.prefix()).set("ended", "1")
-        with pytest.raises(PeerLost, match=r"waited for islands 1, when island \d left"):
-            registry.CheckpointRegistry(topology, Ranks(None, 0, 1)).meet({})
-
-    run_ranks(fn, 1, 1)
+    topology = fsdp_demo.Topology(
+        "islands", 0, 2, endpoint=Durable().endpoint, timeout=3600.0, run="r"
+    )
+    topology.open_store().under(topology.prefix()).set("ended", "1")
+    with pytest.raises(PeerLost, match=r"waited for islands 1, when island \d left"):
+        registry.CheckpointRegistry(topology, Ranks(None, 0, 1)).meet({})

@@ -249,11 +249,9 @@ def test_registry_common_checkpoint():
         Told([[10, "9"], [20, "19"]]).common([*at(10, applied="9"), *at(20, applied="9"), *at(30)])
         == 10
     )
-    assert (
-        Told(None).common(at(10)) is None
-        and Told([]).common(at(10)) is None
-        and Told([[10, ""]]).common(at(10, 20)) == 10
-    )
+    assert Told(None).common(at(10)) is None
+    assert Told([]).common(at(10)) is None
+    assert Told([[10, ""]]).common(at(10, 20)) == 10
 
 
 @settings(deadline=None)

@@ -6,7 +6,6 @@ Islands are threads; what is cut off is one of their messages, on its way (`Tap`
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 from fsdp_demo import ExchangeConfig, PeerLost, Topology, preset
 
 from ..support import threaded
+from ..support.inside import in_ranks
 from ..support.small import Small, same
 from ..support.threaded import Tap, values
 
@@ -27,26 +27,21 @@ CONFIGS = {
     "diloco": preset("diloco", period=4, inner_optimizers="as_is"),
     "diloco, int8": preset("diloco", period=4, value_dtype="int8", inner_optimizers="as_is"),
     "diloco, late": preset("diloco", period=4, inner_optimizers="as_is", **{"schedule.delay": 2}),
-    "diloco, kept": preset(
-        "diloco",
-        period=4,
-        inner_optimizers="as_is",
-        **{"schedule.delay": 2, "applier.keep_steps": True},
-    ),
+    "diloco, kept": preset("diloco", period=4, inner_optimizers="as_is",
+        **{"schedule.delay": 2, "applier.keep_steps": True}),
     "diloco, queue": preset("diloco", period=2, inner_optimizers="as_is", **{"schedule.delay": 3}),
     "streaming": preset("streaming_diloco", period=3, delay=1, layers=0, inner_optimizers="as_is"),
     "consensus": preset("decoupled_momentum", period=4, inner_optimizers="as_is"),
     "released": preset("decoupled_momentum", rule="released", period=4, inner_optimizers="as_is"),
-    "released, averaged": preset(
-        "decoupled_momentum", rule="released", period=2, average_every=2, inner_optimizers="as_is"
-    ),
+    "released, averaged": preset("decoupled_momentum", rule="released", period=2, average_every=2,
+        inner_optimizers="as_is"),
     "sparse_loco": preset("sparse_loco", period=4, inner_optimizers="as_is"),
     "sign_loco": preset("sign_loco", period=4, momentum_warmup=2, inner_optimizers="as_is"),
     "muloco": preset("muloco", period=4, inner_optimizers="as_is"),
     "local_sgd": preset("local_sgd", period=4),
     "local_sgd, late": preset("local_sgd", period=4, **{"schedule.delay": 2}),
     "desloc": preset("desloc", period=2),
-}
+}  # fmt: skip
 STEPS = 18
 
 
@@ -104,9 +99,7 @@ def end_of(small: Small) -> Any:
     )
 
 
-def interrupted(
-    config: ExchangeConfig, at: int, sends: int, count: int = 2
-) -> tuple[list[Any], list[int]]:
+def interrupted(config: ExchangeConfig, at, sends, count: int = 2) -> tuple[list[Any], list[int]]:
     """The same with a line that is cut at step `at` after `sends` messages; the states are saved as
     `guard` does, and taken up again.
     """
@@ -135,60 +128,42 @@ def interrupted(
 
 @pytest.mark.parametrize("sends", [0, 1])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_cut_off_resume_bit_for_bit(run_ranks: Callable[..., Any], name: str, sends: int) -> None:
+@in_ranks(1, 1, timeout=100)
+def test_cut_off_resume_bit_for_bit(name: str, sends: int) -> None:
     """A resume makes up for an exchange that was cut off, bit for bit. Cut in the middle of a
     message: before anything left, or after one of the two islands' first messages.
     """
-    config = CONFIGS[name]
-
-    def run() -> Any:
-        expected = whole(config)
-        for at in (7, 8):
-            found, steps = interrupted(config, at, sends)
-            if not all(same(a, b) for a, b in zip(found, expected, strict=True)):
-                return (
-                    at,
-                    steps,
-                    [
-                        [same(x, y) for x, y in zip(a, b, strict=True)]
-                        for a, b in zip(found, expected, strict=True)
-                    ],
-                )
-        return "the same"
-
-    assert run_ranks(run, 1, 1, timeout=100) == ["the same"]
+    expected = whole(CONFIGS[name])
+    for at in (7, 8):
+        found, steps = interrupted(CONFIGS[name], at, sends)
+        pairs = zip(found, expected, strict=True)
+        equal = [[same(x, y) for x, y in zip(a, b, strict=True)] for a, b in pairs]
+        assert all(map(all, equal)), (at, steps, equal)
 
 
 @pytest.mark.parametrize("name", ["demo", "full"])
-def test_cut_off_first_exchange(run_ranks: Callable[..., Any], name: str) -> None:
+@in_ranks(1, 1, timeout=100)
+def test_cut_off_first_exchange(name: str) -> None:
     """A resume makes up for the very first exchange. Nobody has taken a step, and yet there is a
     message under way.
     """
     config = CONFIGS[name]
-
-    def run() -> Any:
-        found, steps = interrupted(config, 0, 0)
-        return steps, [same(a, b) for a, b in zip(found, whole(config), strict=True)]
-
-    assert run_ranks(run, 1, 1, timeout=100) == [([0, 0], [True, True])]
+    found, steps = interrupted(config, 0, 0)
+    assert (steps, [same(a, b) for a, b in zip(found, whole(config), strict=True)]) == (
+        [0, 0],
+        [True, True],
+    )
 
 
 APART = [
-    "diloco",
-    "diloco, int8",
-    "consensus",
-    "released",
-    "sparse_loco",
-    "sign_loco",
-    "muloco",
-    "local_sgd",
-    "diloco, late",
-    "local_sgd, late",
-]
+    "diloco", "diloco, int8", "consensus", "released", "sparse_loco", "sign_loco", "muloco",
+    "local_sgd", "diloco, late", "local_sgd, late",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", APART)
-def test_cut_off_stop_at_unlike_steps(run_ranks: Callable[..., Any], name: str) -> None:
+@in_ranks(1, 1, timeout=100)
+def test_cut_off_stop_at_unlike_steps(name: str) -> None:
     """Islands that stop at unlike steps resume from their own. Steps 9 and 11 of periods of 4 (with
     a delay 8 and 9, while a payload is under way): no exchange lies between. Each goes on from
     where it was; nothing is lost.
@@ -206,20 +181,19 @@ def test_cut_off_stop_at_unlike_steps(run_ranks: Callable[..., Any], name: str) 
         small.train(STEPS)
         return begun, end_of(small)
 
-    def run() -> Any:
-        expected = whole(config)
-        saved.extend(values(threaded.islands(first)))
-        found = values(threaded.islands(second))
-        return [b for b, _ in found], all(
-            same(a, b) for (_, a), b in zip(found, expected, strict=True)
-        )
-
     saved: list[Any] = []
-    assert run_ranks(run, 1, 1, timeout=100) == [(steps, True)]
+    expected = whole(config)
+    saved.extend(values(threaded.islands(first)))
+    found = values(threaded.islands(second))
+    assert (
+        [b for b, _ in found],
+        all((same(a, b) for (_, a), b in zip(found, expected, strict=True))),
+    ) == (steps, True)
 
 
 @pytest.mark.parametrize("name", ["diloco", "consensus", "released, averaged", "local_sgd"])
-def test_cut_off_stop_before_begun_exchange(run_ranks: Callable[..., Any], name: str) -> None:
+@in_ranks(1, 1, timeout=100)
+def test_cut_off_stop_before_begun_exchange(name: str) -> None:
     """One island stops before an exchange that the other had begun. Island 1 leaves after step 7 of
     periods of 4, or of 2: island 0 loses it in the exchange of step 8, which both make up for.
     """
@@ -239,21 +213,18 @@ def test_cut_off_stop_before_begun_exchange(run_ranks: Callable[..., Any], name:
         small.train(STEPS)
         return end_of(small)
 
-    def run() -> Any:
-        expected = whole(config)
-        saved.extend(values(threaded.islands(first, timeout=3)))
-        found = values(threaded.islands(second))
-        return [s[2]["step"] for s in saved], all(
-            same(a, b) for a, b in zip(found, expected, strict=True)
-        )
-
     saved: list[Any] = []
-    assert run_ranks(run, 1, 1, timeout=100) == [([8, 7], True)]
+    expected = whole(config)
+    saved.extend(values(threaded.islands(first, timeout=3)))
+    found = values(threaded.islands(second))
+    assert (
+        [s[2]["step"] for s in saved],
+        all((same(a, b) for a, b in zip(found, expected, strict=True))),
+    ) == ([8, 7], True)
 
 
-def test_cut_off_only_some_can_repeat(
-    run_ranks: Callable[..., Any],
-) -> None:
+@in_ranks(1, 1, timeout=100)
+def test_cut_off_only_some_can_repeat() -> None:
     """A message that only some islands can repeat is dropped, and the log says so. Island 1 comes
     back without what it had sent: the other takes its payload back, and all go on equal.
     """
@@ -278,15 +249,13 @@ def test_cut_off_only_some_can_repeat(
         small.exchange.finish()
         return small.exchange.digests_equal(), [bool(p.isfinite().all()) for p in small.params]
 
-    def run() -> Any:
-        saved.extend(values(threaded.islands(first, timeout=3)))
-        return values(threaded.islands(second))
-
     saved: list[Any] = []
-    assert run_ranks(run, 1, 1, timeout=100) == [[(True, [True, True])] * 2]
+    saved.extend(values(threaded.islands(first, timeout=3)))
+    assert values(threaded.islands(second)) == [(True, [True, True])] * 2
 
 
-def test_cut_off_regular_save_refused_once(run_ranks: Callable[..., Any]) -> None:
+@in_ranks(1, 1)
+def test_cut_off_regular_save_refused_once() -> None:
     """A regular save that finds the loss is refused once. A checkpoint must not be sealed without
     what was under way; the save that follows, on the way out, holds it.
     """
@@ -306,7 +275,4 @@ def test_cut_off_regular_save_refused_once(run_ranks: Callable[..., Any]) -> Non
         small.exchange.detach()
         return [(f["step"], f["arrived"] is None) for f in state["in_flight"]]
 
-    def run() -> Any:
-        return values(threaded.islands(island, timeout=3))
-
-    assert run_ranks(run, 1, 1) == [[[(3, False), (4, True)]] * 2]
+    assert values(threaded.islands(island, timeout=3)) == [[(3, False), (4, True)]] * 2

@@ -38,10 +38,8 @@ def steps(*each: list[HeldCheckpoint], how: str = "common") -> list[int | None]:
 
 def test_history_unlike_not_common() -> None:
     """Checkpoints of one step with unlike histories are not common."""
-    a, b = (
-        [held(10, ALL), held(20, ALL, applied="19")],
-        [held(10, ALL), held(20, TWO, applied="19")],
-    )
+    a = [held(10, ALL), held(20, ALL, applied="19")]
+    b = [held(10, ALL), held(20, TWO, applied="19")]
     assert steps(a, b) == [10, 10]
     with pytest.raises(NeedsDecision, match="or the contributions of unlike islands"):
         steps(a[1:], b[1:])

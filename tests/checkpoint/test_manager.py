@@ -12,6 +12,7 @@ from fsdp_demo.checkpoint import CheckpointManager
 from fsdp_demo.checkpoint.folders import MANIFEST
 from fsdp_demo.checkpoint.manager import ResumePoint
 
+from ..support.inside import in_ranks
 from .test_exchange_state import cut
 
 
@@ -27,16 +28,15 @@ def test_save_whole_or_absent(tmp_path):
     """A checkpoint is whole or not there."""
     kept = single(tmp_path)
     kept.save(10, write())
-    assert list(kept.whole()) == [10] and sorted(p.name for p in tmp_path.iterdir()) == [
+    assert list(kept.whole()) == [10]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
         ".life.json",
         "checkpoint-10",
     ]
     content = json.loads((kept.path(10) / MANIFEST).read_text())
-    assert (
-        content["version"] == 1
-        and content["step"] == 10
-        and content["files"]["a.txt"]["bytes"] == 1
-    )
+    assert content["version"] == 1
+    assert content["step"] == 10
+    assert content["files"]["a.txt"]["bytes"] == 1
 
     def fails(folder):
         (folder / "a.txt").write_text("half")
@@ -140,10 +140,8 @@ def test_resume_nothing_in_common_refused(run_ranks):
     """
     plan = [(0, [4]), (1, [6])]
     for _, text in run_ranks(plays, islands=2, procs=1, args=(plan,)):
-        assert (
-            "no checkpoint is held by all islands (island0: 4; island1: 6)" in text
-            and "--take-over" in text
-        )
+        assert "no checkpoint is held by all islands (island0: 4; island1: 6)" in text
+        assert "--take-over" in text
     for _, step in run_ranks(plays, islands=2, procs=2, args=(plan, 2, True, True)):
         assert step == 6
     for _, step in run_ranks(plays, islands=2, procs=1, args=([(0, [4])], 2, True, True)):
@@ -152,15 +150,10 @@ def test_resume_nothing_in_common_refused(run_ranks):
         assert step is None
 
 
-def test_resume_islands_differ_refused(run_ranks):
+@in_ranks()
+def test_resume_islands_differ_refused(me):
     """An island that resumes beside one that does not is refused."""
-
-    def job(me):
-        with pytest.raises(
-            ValueError, match="islands differ in resume .island0: True, island1: False"
-        ):
-            CheckpointManager(
-                me.folder / str(me.island), fsdp_demo.Topology.from_env()
-            ).resume_point(resume=me.island == 0)
-
-    run_ranks(job, islands=2, procs=2)
+    with pytest.raises(ValueError, match="islands differ in resume .island0: True, island1: False"):
+        CheckpointManager(me.folder / str(me.island), fsdp_demo.Topology.from_env()).resume_point(
+            resume=me.island == 0
+        )

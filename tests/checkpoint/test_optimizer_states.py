@@ -143,15 +143,12 @@ def test_optimizer_state_round_trip(tmp_path, kind):
     assert all(map(torch.equal, again.close(), whole))
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "what"),
-    [
-        ("AdamW", "SGD", "AdamW there, SGD here: exp_avg, exp_avg_sq, step of 0.weight"),
-        ("SGD", "AdamW", "SGD there, AdamW here: exp_avg, exp_avg_sq, step of 0.weight"),
-        ("AdamW", "RMSprop", "AdamW there, RMSprop here"),
-        ("RMSprop", "NAdam", "RMSprop there, NAdam here"),
-    ],
-)
+@pytest.mark.parametrize(("before", "after", "what"), [
+    ("AdamW", "SGD", "AdamW there, SGD here: exp_avg, exp_avg_sq, step of 0.weight"),
+    ("SGD", "AdamW", "SGD there, AdamW here: exp_avg, exp_avg_sq, step of 0.weight"),
+    ("AdamW", "RMSprop", "AdamW there, RMSprop here"),
+    ("RMSprop", "NAdam", "RMSprop there, NAdam here"),
+])  # fmt: skip
 def test_optimizer_state_of_other_optimizer(tmp_path, caplog, before, after, what):
     """The state of another optimizer is refused, or begins anew where the user asks for it."""
     stopped(tmp_path, before)

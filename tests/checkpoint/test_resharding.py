@@ -87,9 +87,7 @@ def same(got: torch.Tensor, wanted: torch.Tensor, key: str) -> None:
 
 
 @pytest.mark.parametrize("name, changes, before, after", CASES)
-def test_resharding_other_shards(
-    name: str, changes: dict, before: Form, after: Form, tmp_path
-) -> None:
+def test_resharding_other_shards(name, changes: dict, before: Form, after: Form, tmp_path) -> None:
     """A saved exchange fits another number of shards. Each workspace, which tensors have had a
     gradient, tokens and clock.
     """
@@ -191,9 +189,7 @@ DELAYED = [
 
 @pytest.mark.parametrize("name, changes", DELAYED)
 @pytest.mark.parametrize("after", [Form(2, 1), Form(3, 2)])
-def test_resharding_drops_messages_in_flight(
-    name: str, changes: dict, after: Form, tmp_path, caplog
-) -> None:
+def test_resharding_drops_messages_in_flight(name, changes, after: Form, tmp_path, caplog) -> None:
     """Messages in flight are dropped with other numbers of islands or shards, and the log
     says so.
     """

@@ -26,13 +26,9 @@ RUNS = {
     "demo": ({}, 1e-3, 0.05, 0.2),  # each shard has its own top-k
     "decoupled_momentum": ({"period": 4, "topk": 512}, 2e-3, 0.005, 0.25),
     "diloco": ({"period": 4, "momentum_warmup": 0, "momentum": 0.5}, 2e-3, 0.002, 0.01),
-    "streaming_diloco": (
-        {"period": 4, "delay": 3, "layers": 1, "momentum_warmup": 0, "momentum": 0.5},
-        2e-3,
-        0.002,
-        0.02,
-    ),
-}
+    "streaming_diloco": ({"period": 4, "delay": 3, "layers": 1, "momentum_warmup": 0,
+        "momentum": 0.5}, 2e-3, 0.002, 0.02),
+}  # fmt: skip
 FORMS = [(3, 1), (1, 2), (2, 1), (2, 4), "mesh 2 x 1"]
 WORDS, WIDTH = 128, 128
 TOKENS = torch.arange(WORDS)
@@ -61,9 +57,7 @@ def backward(model: nn.Module, t: int, island: int, proc: int, procs: int) -> No
     loss_of(model, tokens.view(procs, -1)[proc]).backward()
 
 
-def start(
-    me: Any, sharded: bool, name: str, replica: dict[str, Any] | None
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+def start(me, sharded, name, replica) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Model and inner optimizer as `replica` says (whole tensors), before attach."""
     changes, lr = RUNS[name][:2]
     model = words()
@@ -83,9 +77,7 @@ def start(
     return model, optimizer
 
 
-def run(
-    me: Any, name: str, folder: Path, resume: bool, fresh: bool = False, mesh: bool = False
-) -> dict[str, Any]:
+def run(me, name, folder, resume: bool, fresh: bool = False, mesh: bool = False) -> dict[str, Any]:
     """Losses on all tokens after each step, by this replica's own parameters."""
     island, islands = (me.proc, me.procs) if mesh else (me.island, me.islands)
     sharded = me.procs > 1 and not mesh

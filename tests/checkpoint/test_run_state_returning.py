@@ -18,6 +18,7 @@ from fsdp_demo.checkpoint import CheckpointManager, RunState
 
 from ..exchange.test_survivors import ENV, Small, backward
 from ..support.forked import forked
+from ..support.heard import heard
 
 pytest.importorskip("zmq")
 
@@ -28,23 +29,11 @@ CASES = {
 }
 
 
-class Lines(logging.Handler):
-    """What the log has said."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def life(me: Any, case: str, dies: int = 0) -> Any:
     """One life of a loop as in the docstring of `RunState`: a checkpoint after every fourth
     step.
     """
-    (log := logging.getLogger("fsdp_demo")).setLevel(logging.INFO)
-    log.addHandler(lines := Lines())
+    lines = heard(logging.INFO)
     model = Small()
     optimizer = fsdp_demo.base_optimizer(CASES[case], model.named_parameters(), lr=1e-2)
     topology, ends = fsdp_demo.Topology.from_env(), me.folder.parent / "ends"
@@ -85,7 +74,7 @@ def life(me: Any, case: str, dies: int = 0) -> Any:
         equal,
         anchor,
         all(map(torch.equal, moments, torch.load(saved))),
-        [t for t in lines.texts if "MiB fetched" in t or "moments" in t],
+        [t for t in lines if "MiB fetched" in t or "moments" in t],
     )
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.norm = (
-            nn.Linear(WIDTH, WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-            nn.BatchNorm1d(WIDTH),
-        )
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.b = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
         self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.register_buffer("chosen", torch.zeros(3, dtype=torch.int64))  # by a router
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
@@ -110,9 +107,7 @@ def apart(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> list[st
     return [n for n in sorted({*one, *two}) if n not in one or not torch.equal(one[n], two[n])]
 
 
-def gone_on(
-    me: Any, groups: str, anew: str, spoil: Callable[[Job], None] = lambda job: None
-) -> tuple[list[str], list[str], int]:
+def gone_on(me, groups, anew, spoil=lambda job: None) -> tuple[list[str], list[str], int]:
     """What differs after a restore, and at the end, from the run that was not stopped."""
     logging.basicConfig(level=logging.INFO, force=True)
     run = os.environ["ISLAND_RUN"]

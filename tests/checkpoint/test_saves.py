@@ -40,6 +40,8 @@ from fsdp_demo.checkpoint.sharded_state import save_tensors
 from fsdp_demo.errors import NeedsDecision, Superseded
 from fsdp_demo.peers.votes import Ranks
 
+from ..support.inside import in_ranks
+
 
 def text(folder):
     (folder / "a.txt").write_text("x")
@@ -76,11 +78,9 @@ def lives(me, after):
     """Five checkpoints; a second life in which island 1 sees only the first; `after` what the third
     does.
     """
-    topology, home, stale = (
-        fsdp_demo.Topology.from_env(),
-        me.folder / f"home{me.island}",
-        me.folder / "stale",
-    )
+    topology = fsdp_demo.Topology.from_env()
+    home = me.folder / f"home{me.island}"
+    stale = me.folder / "stale"
     first = CheckpointManager(home, topology, keep=9)
     first.resume_point(False)
     for step in range(10, 60, 10):
@@ -173,9 +173,8 @@ def test_save_aside_listed_and_taken_back(tmp_path, caplog):
         kept.save(step, text)
     leave(kept, 4)
     put_aside(tmp_path, 1)
-    assert "checkpoint-2, checkpoint-3, checkpoint-4" in caplog.text and names(tmp_path) == [
-        "checkpoint-1"
-    ]
+    assert "checkpoint-2, checkpoint-3, checkpoint-4" in caplog.text
+    assert names(tmp_path) == ["checkpoint-1"]
     again = single(tmp_path)
     assert again.resume_point().folder == again.path(4)
 
@@ -249,65 +248,47 @@ def full(folder):
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_save_third_failure_is_error(run_ranks, wait):
+@in_ranks(1, 2)
+def test_save_third_failure_is_error(me, wait):
     """A failed save is a warning, and the third in a row is an error."""
+    kept = CheckpointManager(me.folder / "home", fsdp_demo.Topology(rank=me.proc, world=me.procs))
+    caught = []
 
-    def job(me):
-        kept = CheckpointManager(
-            me.folder / "home", fsdp_demo.Topology(rank=me.proc, world=me.procs)
-        )
-        caught = []
+    def fails(folder):
+        text(folder) if me.proc == 0 else None
+        return (lambda: full(folder)) if me.proc == 1 else None
 
-        def fails(folder):
-            text(folder) if me.proc == 0 else None
-            return (lambda: full(folder)) if me.proc == 1 else None
-
-        for step, write in enumerate([text, fails, fails, text, fails, fails, fails]):
-            try:
-                kept.save(step, write, wait)
-                kept.wait()
-            except OSError as error:
-                caught.append((step, str(error)))
-        kept.close()
-        torch.distributed.barrier()  # rank 0 removes the half
-        return (
-            caught,
-            kept.failed_saves,
-            list(kept.whole()),
-            sorted(p.name for p in kept.root.glob(".checkpoint*")),
-        )
-
-    one, two = run_ranks(job, islands=1, procs=2)
-    assert one[1:] == two[1:] == (5, [0, 3], [])
-    assert (
-        one[0][0][0] == two[0][0][0] == 6
-        and "another rank could not write" in one[0][0][1]
-        and "No space left" in two[0][0][1]
-    )
+    for step, write in enumerate([text, fails, fails, text, fails, fails, fails]):
+        try:
+            kept.save(step, write, wait)
+            kept.wait()
+        except OSError as error:
+            caught.append((step, str(error)))
+    kept.close()
+    torch.distributed.barrier()  # rank 0 removes the half
+    assert kept.failed_saves == 5 and list(kept.whole()) == [0, 3]
+    assert not list(kept.root.glob(".checkpoint*"))
+    ((step, said),) = caught
+    assert step == 6 and ("No space left" if me.proc else "another rank could not write") in said
 
 
-def test_save_lost_peer_seals_nothing(run_ranks):
+@in_ranks(1)
+def test_save_lost_peer_seals_nothing(me):
     """A lost peer ends a save on all ranks, and nothing is sealed."""
+    kept = CheckpointManager(me.folder / "home", fsdp_demo.Topology(rank=me.proc, world=me.procs))
 
-    def job(me):
-        kept = CheckpointManager(
-            me.folder / "home", fsdp_demo.Topology(rank=me.proc, world=me.procs)
-        )
+    def state():
+        if me.proc == 1:
+            raise PeerLost("what was under way is lost")
 
-        def state():
-            if me.proc == 1:
-                raise PeerLost("what was under way is lost")
+    def write(folder):
+        kept.ranks.together(state, "state")
+        torch.distributed.barrier()  # collectives of the writer: nobody may stand here alone
+        text(folder)
 
-        def write(folder):
-            kept.ranks.together(state, "state")
-            torch.distributed.barrier()  # collectives of the writer: nobody may stand here alone
-            text(folder)
-
-        with pytest.raises(PeerLost, match="lost"):
-            kept.save(5, write)
-        return list(kept.whole()), kept.failed_saves
-
-    assert run_ranks(job, islands=1, procs=2) == [([], 0)] * 2
+    with pytest.raises(PeerLost, match="lost"):
+        kept.save(5, write)
+    assert (list(kept.whole()), kept.failed_saves) == ([], 0)
 
 
 def test_save_last_raises_and_removes_nothing(tmp_path, caplog):
@@ -328,12 +309,9 @@ def test_save_last_raises_and_removes_nothing(tmp_path, caplog):
 
 def test_save_not_finite_found_by_name():
     """Values that are not finite are found by name."""
-    fine = {
-        "a": torch.full((3,), 3e38),
-        "b": torch.empty(0),
-        "c": torch.arange(3),
-        "d": torch.ones(2).bfloat16(),
-    }
+    fine = dict(
+        a=torch.full((3,), 3e38), b=torch.empty(0), c=torch.arange(3), d=torch.ones(2).bfloat16()
+    )
     assert first_not_finite(fine.items()) == ""
     for bad in (float("nan"), float("inf"), -float("inf")):
         for like in (
@@ -386,20 +364,14 @@ def test_save_nested_json_is_damage(tmp_path):
         single(tmp_path).resume_point()
 
 
-def test_save_swapped_folders_refused(run_ranks):
+@in_ranks(2, 1)
+def test_save_swapped_folders_refused(me):
     """Swapped folders are refused at the resume."""
-
-    def job(me, take_over):
-        kept = CheckpointManager(me.folder / f"home{me.island}", fsdp_demo.Topology.from_env())
-        leave(kept, 5, island=1 - me.island, delta=4)
-        try:
-            return kept.resume_point(take_over=take_over).step
-        except NeedsDecision as error:
-            return str(error)
-
-    for said in run_ranks(job, islands=2, procs=1, args=(False,)):
-        assert "folders of islands are swapped" in said
-    assert run_ranks(job, islands=2, procs=1, args=(True,)) == [5, 5]
+    kept = CheckpointManager(me.folder / f"home{me.island}", fsdp_demo.Topology.from_env())
+    leave(kept, 5, island=1 - me.island, delta=4)
+    with pytest.raises(NeedsDecision, match="folders of islands are swapped"):
+        kept.resume_point()
+    assert kept.resume_point(take_over=True).step == 5
 
 
 # -- one life at a time --------------------------------------------------------------------------
@@ -521,28 +493,25 @@ def test_save_with_frozen_store(tmp_path, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("how", ["part", "torch", "text"])
-def test_save_file_limit_is_full_disk(run_ranks, how):
+@in_ranks(1, 1)
+def test_save_file_limit_is_full_disk(me, how):
     """The errors of writers at a limit of file size count as a full disk. No file may grow over 20
     kB: safetensors and torch.save have errors of their own.
     """
-
-    def job(me):
-        kept, big = CheckpointManager(me.folder / "home", fsdp_demo.Topology()), torch.ones(100_000)
-        writers = {
-            "part": lambda folder: write_part(folder, "rank0", {}, {"t": big}),
-            "torch": lambda folder: torch.save(big, folder / "t.pt"),
-            "text": lambda folder: (folder / "t.txt").write_text("x" * 100_000) and None,
-        }
-        kept.save(1, text)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-        kept.save(2, writers[how])
-        with pytest.raises(OSError):
-            kept.save(2, writers[how], last=True)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        kept.save(3, writers[how])
-        return kept.failed_saves, list(kept.whole())
-
-    assert run_ranks(job, islands=1, procs=1) == [(1, [1, 3])]
+    kept, big = CheckpointManager(me.folder / "home", fsdp_demo.Topology()), torch.ones(100_000)
+    writers = {
+        "part": lambda folder: write_part(folder, "rank0", {}, {"t": big}),
+        "torch": lambda folder: torch.save(big, folder / "t.pt"),
+        "text": lambda folder: (folder / "t.txt").write_text("x" * 100_000) and None,
+    }
+    kept.save(1, text)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    kept.save(2, writers[how])
+    with pytest.raises(OSError):
+        kept.save(2, writers[how], last=True)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    kept.save(3, writers[how])
+    assert (kept.failed_saves, list(kept.whole())) == (1, [1, 3])
 
 
 # -- one rank that torch has joined --------------------------------------------------------------
@@ -573,13 +542,10 @@ def test_save_replica_of_one_rank(run_ranks, backend: str, procs: int) -> None:
     assert found[0] and all(not names for names in found[1:])
 
 
-@pytest.mark.parametrize(
-    "loop, found",
-    [
-        ({"loader": {5: None}}, r"'loader' has the key 5, of type int: a checkpoint keeps"),
-        ({"loader": [b"a"]}, r"'loader\.0' is of type bytes: .* save it in a file beside"),
-    ],
-)
+@pytest.mark.parametrize("loop, found", [
+    ({"loader": {5: None}}, r"'loader' has the key 5, of type int: a checkpoint keeps"),
+    ({"loader": [b"a"]}, r"'loader\.0' is of type bytes: .* save it in a file beside"),
+])  # fmt: skip
 def test_save_state_not_json_refused(tmp_path, loop, found):
     """A value that JSON does not hold is refused in a sentence."""
     with pytest.raises(ValueError, match=found):

@@ -143,10 +143,8 @@ def test_dct_matrix(n):
 
 def test_dct_of_every_kind_of_block():
     """The transform of every kind of block is that of the oracle."""
-    shapes, kinds = (
-        [(187, 250), (64, 64), (9000,), (70, 65), (130, 200)],
-        ["transform", "transform", "transform", "plain", "transform"],
-    )
+    shapes = [(187, 250), (64, 64), (9000,), (70, 65), (130, 200)]
+    kinds = ["transform", "transform", "transform", "plain", "transform"]
     tensors = [random(*s, seed=i) for i, s in enumerate(shapes)]
     layout = Layout(shapes, kinds)
     work = layout.pack(tensors, layout.new("cpu"))

@@ -26,10 +26,8 @@ from ..support.sections import decode_sparse
 from ..support.transforms import random, transform
 from .test_codecs_oracle import quick, slots
 
-SHAPES, KINDS = (
-    [(187, 250), (9000,), (3, 5), (70, 65), (5, 7)],
-    ["transform", "transform", "transform", "plain", "dense"],
-)
+SHAPES = [(187, 250), (9000,), (3, 5), (70, 65), (5, 7)]
+KINDS = ["transform", "transform", "transform", "plain", "dense"]
 
 
 def workspace(seed: int = 0) -> tuple[Layout, torch.Tensor]:
@@ -50,11 +48,9 @@ def test_payload_decodes_to_topk(code, k):
     codec = Codec("dct", "topk", k, code)
     before = work.clone()
     data = sparse.encode_sparse(layout, codec, work)
-    assert (
-        torch.equal(work, before)
-        and data.dtype == torch.uint8
-        and data.numel() == sparse.sparse_bytes(layout, codec)
-    )
+    assert torch.equal(work, before)
+    assert data.dtype == torch.uint8
+    assert data.numel() == sparse.sparse_bytes(layout, codec)
     positions, found, dense = decode_sparse(layout, codec, data)
     assert len(set(positions.tolist())) == len(positions) == len(found)
     got = torch.zeros(layout.numel)
@@ -113,12 +109,10 @@ def test_header_round_trip():
     """A header and its body come back."""
     header = frame.Header(digest=2**64 - 1, step=2**32 - 1, weight=0.25, loss=float("nan"))
     got, body = unseal(seal(header, torch.arange(7, dtype=torch.uint8)), header, "island 1")
-    assert (
-        body.tolist() == list(range(7))
-        and got.weight == 0.25
-        and math.isnan(got.loss)
-        and got.flags == 0
-    )
+    assert body.tolist() == list(range(7))
+    assert got.weight == 0.25
+    assert math.isnan(got.loss)
+    assert got.flags == 0
 
 
 @quick

@@ -83,14 +83,9 @@ def test_positions_bytes_by_hand() -> None:
 
 
 GOLDEN = {
-    (4096, 32): (5, 53),
-    (4096, 64): (4, 107),
-    (4096, 90): (3, 201),
-    (4096, 8): (7, 13),
-    (4096, 3): (12, 0),
-    (4096, 4096): (0, 2731),
-    (640, 5): (5, 8),
-}
+    (4096, 32): (5, 53), (4096, 64): (4, 107), (4096, 90): (3, 201), (4096, 8): (7, 13),
+    (4096, 3): (12, 0), (4096, 4096): (0, 2731), (640, 5): (5, 8),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("n", "k"), GOLDEN)
@@ -231,9 +226,7 @@ HOSTILE = [0x00, 0xFF, 0xAA, 0x55, 0x0F, 0xC0, 0x03]
     st.sampled_from([None, *HOSTILE]),
     st.integers(0, 2**31),
 )
-def test_positions_of_any_bytes_inside_block(
-    n: int, k: int, rows: int, byte: int | None, seed: int
-) -> None:
+def test_positions_of_any_bytes_inside_block(n, k, rows: int, byte: int | None, seed: int) -> None:
     """Any bytes are decoded to positions inside the block."""
     f = shortest_form(n, min(k, n))
     data = torch.full((f.num_bytes(rows),), byte or 0, dtype=torch.uint8)

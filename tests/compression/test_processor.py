@@ -36,9 +36,7 @@ def test_processor_decides_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("beta, gain", [(0.999, 1.0), (0.5, 2.0)])
-def test_processor_block_access_same_bits(
-    beta: float, gain: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processor_block_access_same_bits(beta, gain, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way in which blocks are read changes no bit."""
     monkeypatch.setattr(blocks, "CACHED", 16)
     layout = Layout(SHAPES, ["transform"] * 5 + ["dense", "plain"])

@@ -39,20 +39,9 @@ from ..support.transforms import transform
 quick = settings(deadline=None, max_examples=40, derandomize=True, database=None)
 
 SHAPES = [
-    (),
-    (0,),
-    (0, 5),
-    (1,),
-    (7,),
-    (4099,),
-    (50257,),
-    (130, 67),
-    (3, 64, 65),
-    (2, 3, 5),
-    (64, 64),
-    (1, 4096),
-    (257, 17),
-]
+    (), (0,), (0, 5), (1,), (7,), (4099,), (50257,), (130, 67), (3, 64, 65), (2, 3, 5), (64, 64),
+    (1, 4096), (257, 17),
+]  # fmt: skip
 
 
 class Bag(nn.Module):
@@ -116,9 +105,7 @@ def noise(shape: tuple[int, ...], key: tuple[int, ...], scale: float) -> torch.T
     return torch.randn(shape, generator=generator) * scale
 
 
-def played(
-    shapes: Any, channel: Channel, replicas: int, seed: int, scale: float, steps: int = 2
-) -> list[list[dict[str, Any]]]:
+def played(shapes, channel: Channel, replicas, seed, scale, steps=2) -> list[list[dict[str, Any]]]:
     """What each island saw at each step: source, accumulator before and after, and the mean it
     applied (all in the transform domain).
     """
@@ -308,9 +295,8 @@ def test_property_seeded_pass_sends_every_row(kind, size, data, count, passes, s
     sent = torch.zeros(count, size, dtype=torch.int64)
     for turn in turns:
         chosen = selection.seeded(kind, size, k, count, turn, seed)
-        assert chosen.shape == (count, k) and torch.equal(
-            chosen, selection.seeded(kind, size, k, count, turn, seed)
-        )
+        assert chosen.shape == (count, k)
+        assert torch.equal(chosen, selection.seeded(kind, size, k, count, turn, seed))
         assert all(len(set(row.tolist())) == k for row in chosen)
         sent.scatter_add_(1, chosen, torch.ones_like(chosen))
     assert int(sent.min()) >= 1
@@ -323,11 +309,9 @@ def test_property_seeded_positions_differ(kind) -> None:
     """Seeded positions differ from pass to pass and from seed to seed."""
     a, b, c = (selection.seeded(kind, 4096, 128, 4, n, s) for n, s in ((0, 0), (32, 0), (0, 1)))
     if kind == "stride":
-        assert (
-            torch.equal(a, b)
-            and torch.equal(a, c)
-            and torch.equal(a + 1, selection.seeded(kind, 4096, 128, 4, 1, 0))
-        )
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+        assert torch.equal(a + 1, selection.seeded(kind, 4096, 128, 4, 1, 0))
     else:
         assert not torch.equal(a, b) and not torch.equal(a, c)
         # blocks are shifted against each other

@@ -74,19 +74,15 @@ def test_staging_no_copy_on_cpu() -> None:
     staging, tensors = Staging(CPU), [torch.ones(3), torch.zeros(2)]
     sent = staging.to_host(tensors)()
     assert all(a is b for a, b in zip(sent, tensors, strict=True))
-    assert (
-        all(a is b for a, b in zip(staging.pin(list(tensors)), tensors, strict=True))
-        and upload(tensors[0], CPU) is tensors[0]
-    )
+    assert all(a is b for a, b in zip(staging.pin(list(tensors)), tensors, strict=True))
+    assert upload(tensors[0], CPU) is tensors[0]
 
 
 def test_staging_pinned_room_size() -> None:
     """The pinned room is as large as the tensor."""
     with plug_in(), Accelerator():
         room = pinned(torch.ones(3, 5, dtype=torch.bfloat16, device=DEVICE)[:, 1:3])
-    assert (
-        room.shape == (3, 2)
-        and room.dtype == torch.bfloat16
-        and room.device == CPU
-        and room.is_contiguous()
-    )
+    assert room.shape == (3, 2)
+    assert room.dtype == torch.bfloat16
+    assert room.device == CPU
+    assert room.is_contiguous()

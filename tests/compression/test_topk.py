@@ -68,9 +68,7 @@ def test_topk_c_size_refused(k: int) -> None:
 
 
 @needs_c
-def test_topk_torch_for_other_shapes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_topk_torch_for_other_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch selects where k, the size of the blocks or the strides are not those of the C code."""
     rows, asked, in_c = blocks("random"), list[int](), selection._in_c
     wide = torch.randn(5, 8192, generator=torch.Generator().manual_seed(2))[:, :4096]
@@ -81,9 +79,7 @@ def test_topk_torch_for_other_shapes(
     assert asked == [256]
 
 
-def test_topk_missing_extension_logged_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_topk_missing_extension_logged_once(monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
     """A missing extension is logged once, and torch selects."""
     monkeypatch.setattr(selection, "_kernels", None)
     monkeypatch.setattr(selection, "_SAID", [])

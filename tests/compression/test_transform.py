@@ -4,8 +4,6 @@ windows, top-k, feedback and the mean.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -50,19 +48,17 @@ def test_windows_cover_workspace(active_copies: int, small: None) -> None:
     tensors[0] = tensors[0].t().contiguous().t()  # in another order in memory
     for active_copy in range(active_copies):
         layout = Layout(SHAPES, KINDS, active_copy, active_copies)
-        windows, whole = (
-            layout.windows("cpu"),
-            layout.pack(tensors, torch.full((layout.numel,), torch.nan)),
-        )
-        assert [w.begin for w in windows] == [0, *(w.end for w in windows[:-1])] and windows[
-            -1
-        ].end == layout.numel
+        windows = layout.windows("cpu")
+        whole = layout.pack(tensors, torch.full((layout.numel,), torch.nan))
+        assert [w.begin for w in windows] == [0, *(w.end for w in windows[:-1])]
+        assert windows[-1].end == layout.numel
         with ContiguousViews(tensors) as memory:
             for w in windows:
                 assert [p.begin for p in w.inner] == [
                     w.begin,
                     *(p.end for p in w.inner[:-1]),
-                ] and w.inner[-1].end == w.end
+                ]
+                assert w.inner[-1].end == w.end
                 for part in w.inner:
                     assert torch.equal(
                         part.pack(memory, torch.full((part.numel,), torch.nan)), part.of(whole)
@@ -132,9 +128,7 @@ def test_transform_onednn_products_fp32() -> None:
 # ---- a channel ---------------------------------------------------------------------------------
 
 
-def channel(
-    config: ExchangeConfig, size: int, shapes: Any = SHAPES
-) -> tuple[ChannelRunner, list[nn.Parameter]]:
+def channel(config, size, shapes=SHAPES) -> tuple[ChannelRunner, list[nn.Parameter]]:
     named = [(f"layers.0.{i}.weight", nn.Parameter(torch.zeros(s))) for i, s in enumerate(shapes)]
     made = ChannelRunner(
         config.channels[0],
@@ -179,9 +173,7 @@ def test_feedback_subtracts_what_was_sent(products: str, code: str, small: None)
 @pytest.mark.parametrize(
     "kind, clip", [("senders", "none"), ("replicas", "none"), ("senders", "median_norm")]
 )
-def test_reduce_windows_equal_plain_sum(
-    kind: str, clip: str, weights: list[float], small: None
-) -> None:
+def test_reduce_windows_equal_plain_sum(kind, clip: str, weights: list[float], small: None) -> None:
     """The mean by windows is that of a plain sum. Window by window as element by element, and as
     few terms; also where blocks are many for the cache.
     """
@@ -254,10 +246,8 @@ def test_no_transform_in_both_directions() -> None:
 def test_transform_precision_in_config() -> None:
     """`codec.transform_precision` is part of the configuration and its digest."""
     config = preset("demo", **{"codec.transform_precision": "bf16"})
-    assert (
-        ExchangeConfig.from_yaml(config.to_yaml()) == config
-        and config.digest() != preset("demo").digest()
-    )
+    assert ExchangeConfig.from_yaml(config.to_yaml()) == config
+    assert config.digest() != preset("demo").digest()
     with pytest.raises(ValueError, match=r"codec.transform_precision='fp16'.*fp32.*bf16"):
         Codec("dct", "topk", transform_precision="fp16")
     with pytest.raises(ValueError, match="about the transform"):
@@ -278,7 +268,5 @@ def test_seeded_positions_scattered(select_: str, small: None) -> None:
         sent = made.encode(0, None)
         made.subtract(sent)
     mean = whole(made.section.reduced(sent.vectors, 0))
-    assert (
-        torch.allclose(made.accumulator + mean, before, atol=1e-6)
-        and int((mean != 0).sum()) <= sent.vectors[0].numel() + 9100
-    )
+    assert torch.allclose(made.accumulator + mean, before, atol=1e-6)
+    assert int((mean != 0).sum()) <= sent.vectors[0].numel() + 9100

@@ -169,10 +169,8 @@ def test_values_chunks_change_no_bit(code, shape, monkeypatch):
 def test_values_empty(code, shape):
     """A tensor without values has no bytes."""
     data = formats.encode(code, torch.zeros(shape))
-    assert (
-        data.numel() == formats.num_bytes(code, *shape) == 0
-        and formats.decode(code, data, *shape).shape == shape
-    )
+    assert data.numel() == formats.num_bytes(code, *shape) == 0
+    assert formats.decode(code, data, *shape).shape == shape
 
 
 @codes
@@ -198,22 +196,18 @@ GOLDEN = {
     # 1.0 in bf16 is 0x3f80; 7, -4 (tie), 0 (tie), 2 (tie), 0 and the padding: nibbles 7 c 0 2 0 0
     "int4": ([[7, -3.5, 0.5, 1.5, -0.25]], "803f" + "c72000"),
     # 1, -1 (tie), 0.5, 0 (tie), 2^-6, -0, 2^-4 (tie), -2^-6: 7 f 6 0 1 8 3 9
-    "fp4_e3m0": (
-        [[1, -0.75, 0.74, 2**-7, 0.0079, -0.0, 1.5 * 2**-5, -(2**-6)]],
-        "803f" + "f7068193",
-    ),
+    "fp4_e3m0": ([[1, -0.75, 0.74, 2**-7, 0.0079, -0.0, 1.5 * 2**-5, -(2**-6)]],
+        "803f" + "f7068193"),
     # 6, -4 (tie), 4 (tie), 2 (tie), 2 (tie), -1 (tie), 1 (tie), 0 (tie), 0.5, 4, 3, -1.5: 7 e 6 4 4
     # a 2 0 1 6 5 b
-    "fp4_e2m1": (
-        [[6, -5, 3.5, 2.5, 1.75, -1.25, 0.75, 0.25, 0.26, 4.9, 2.9, -1.6]],
-        "803f" + "e746a40261b5",
-    ),
+    "fp4_e2m1": ([[6, -5, 3.5, 2.5, 1.75, -1.25, 0.75, 0.25, 0.26, 4.9, 2.9, -1.6]],
+        "803f" + "e746a40261b5"),
     # threshold 8 / 5; low 1/3 is 0x3eab, high 3.5 is 0x4060; +low, -high, +low, -low, +high: 0 3 0
     # 2 1
     "2bit": ([[1, -3, 0, -0.0, 4]], "ab3e6040" + "8c01"),
     # the mean of 1, 3, 0, 0, 6 is 2, 0x4000; signs 0 1 0 1 0
     "1bit": ([[1, -3, 0, -0.0, 6]], "0040" + "0a"),
-}
+}  # fmt: skip
 
 
 @grouped

@@ -33,60 +33,28 @@ def facts(c: Channel) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("channel", "differs"),
-    [
-        (Channel("a", "gradient"), {"target": "gradient", "writes_parameters": False}),
-        (
-            Channel("a", "gradient", SyncSchedule(2, delay=5), Accumulator(0.9)),
-            {"target": "gradient", "writes_parameters": False},
-        ),
-        (Channel("a", "parameter", applier=REPLACE), {}),
-        (
-            Channel("a", "parameter", SyncSchedule(8, delay=1), applier=REPLACE),
-            {"corrects": True, "needs_own": True},
-        ),
-        (Channel("a", "delta", SyncSchedule(8, delay=7), applier=OUTER), {}),
-        (
-            Channel("a", "delta", SyncSchedule(8, delay=8), applier=OUTER),
-            {"queues": True, "needs_own": True},
-        ),
-        (
-            Channel("a", "delta", SyncSchedule(8, delay=1), applier=KEEPING),
-            {"keeps_steps": True, "needs_own": True},
-        ),
-        (Channel("a", "delta", SyncSchedule(8), applier=KEEPING), {}),
-        (
-            Channel("a", "state:exp_avg", SyncSchedule(8, delay=9), applier=REPLACE),
-            {"target": "state:exp_avg", "writes_parameters": False, "state_name": "exp_avg"},
-        ),
-        (Channel("a", "delta", accumulator=Accumulator(0.9, alpha=0.25), applier=OUTER), {}),
-        (
-            Channel(
-                "a",
-                "delta",
-                accumulator=Accumulator(0.9, alpha=0.25),
-                feedback="subtract",
-                applier=OUTER,
-            ),
-            {"taken": 0.25},
-        ),
-        (
-            Channel(
-                *(
-                    "a",
-                    "delta",
-                    SyncSchedule(4),
-                    Accumulator(0.9, alpha=0.25),
-                    Codec(select="topk"),
-                ),
-                feedback="put_back",
-                applier=Applier("outer_step", local_delta=True),
-            ),
-            {"taken": 1.0, "needs_own": True},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("channel", "differs"), [
+    (Channel("a", "gradient"), {"target": "gradient", "writes_parameters": False}),
+    (Channel("a", "gradient", SyncSchedule(2, delay=5), Accumulator(0.9)),
+        {"target": "gradient", "writes_parameters": False}),
+    (Channel("a", "parameter", applier=REPLACE), {}),
+    (Channel("a", "parameter", SyncSchedule(8, delay=1), applier=REPLACE),
+        {"corrects": True, "needs_own": True}),
+    (Channel("a", "delta", SyncSchedule(8, delay=7), applier=OUTER), {}),
+    (Channel("a", "delta", SyncSchedule(8, delay=8), applier=OUTER),
+        {"queues": True, "needs_own": True}),
+    (Channel("a", "delta", SyncSchedule(8, delay=1), applier=KEEPING),
+        {"keeps_steps": True, "needs_own": True}),
+    (Channel("a", "delta", SyncSchedule(8), applier=KEEPING), {}),
+    (Channel("a", "state:exp_avg", SyncSchedule(8, delay=9), applier=REPLACE),
+        {"target": "state:exp_avg", "writes_parameters": False, "state_name": "exp_avg"}),
+    (Channel("a", "delta", accumulator=Accumulator(0.9, alpha=0.25), applier=OUTER), {}),
+    (Channel("a", "delta", accumulator=Accumulator(0.9, alpha=0.25), feedback="subtract",
+        applier=OUTER), {"taken": 0.25}),
+    (Channel(*("a", "delta", SyncSchedule(4), Accumulator(0.9, alpha=0.25), Codec(select="topk")),
+        feedback="put_back", applier=Applier("outer_step", local_delta=True)),
+        {"taken": 1.0, "needs_own": True}),
+])  # fmt: skip
 def test_derived_facts_of_a_channel(channel: Channel, differs: dict[str, Any]) -> None:
     """The derived properties of a channel follow from its fields."""
     usual = {
@@ -107,23 +75,18 @@ def test_derived_state_source_needs_name() -> None:
         Channel("a", "state:", applier=REPLACE)
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "alone", "many"),
-    [
-        ("full", {}, "parameters", "parameters"),
-        ("demo", {}, "parameters", "parameters"),
-        ("local_sgd", {}, "parameters", "mean"),
-        ("desloc", {}, "parameters", "mean"),
-        ("diloco", {}, "anchor", "anchor"),
-        ("streaming_diloco", {}, "anchor", "anchor"),
-        ("decoupled_momentum", {}, "anchor", "anchor"),
-        ("decoupled_momentum", {"rule": "released"}, "mean", "mean"),
-        ("decoupled_momentum", {"rule": "released", "average_every": 2}, "mean", "mean"),
-    ],
-)
-def test_derived_result_of_a_method(
-    name: str, changes: dict[str, Any], alone: str, many: str
-) -> None:
+@pytest.mark.parametrize(("name", "changes", "alone", "many"), [
+    ("full", {}, "parameters", "parameters"),
+    ("demo", {}, "parameters", "parameters"),
+    ("local_sgd", {}, "parameters", "mean"),
+    ("desloc", {}, "parameters", "mean"),
+    ("diloco", {}, "anchor", "anchor"),
+    ("streaming_diloco", {}, "anchor", "anchor"),
+    ("decoupled_momentum", {}, "anchor", "anchor"),
+    ("decoupled_momentum", {"rule": "released"}, "mean", "mean"),
+    ("decoupled_momentum", {"rule": "released", "average_every": 2}, "mean", "mean"),
+])  # fmt: skip
+def test_derived_result_of_a_method(name, changes: dict[str, Any], alone: str, many: str) -> None:
     """A method names which tensors are its model: parameters, anchor or mean."""
     config = preset(name, **changes)
     assert (config.result(1), config.result(2), config.result(9)) == (alone, many, many)
@@ -132,11 +95,9 @@ def test_derived_result_of_a_method(
 def test_derived_state_channel_alone() -> None:
     """A channel of optimizer states alone makes no replicas equal."""
     config = ExchangeConfig("moments", (Channel("m", "state:exp_avg", applier=REPLACE),))
-    assert (
-        not config.equal_after_exchange
-        and not config.equal_at_end
-        and config.result(2) == "parameters"
-    )
+    assert not config.equal_after_exchange
+    assert not config.equal_at_end
+    assert config.result(2) == "parameters"
 
 
 def test_derived_properties_not_repeated() -> None:

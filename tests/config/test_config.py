@@ -48,20 +48,17 @@ def refusal(call: Any, *parts: str) -> str:
 # ---- unknown names -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
-        ({"perid": 4}, ["'perid'", "did you mean 'period'"]),
-        ({"schedule.sync_evry": 4}, ["schedule.sync_evry", "did you mean 'schedule.sync_every'"]),
-        ({"codec.topkk": 4}, ["codec.topkk", "did you mean 'codec.topk'"]),
-        ({"delta.codec.value_dtyp": "fp32"}, ["did you mean 'delta.codec.value_dtype'"]),
-        ({"accumulator.bta": 0.5}, ["bta", "did you mean 'beta'"]),
-        ({"codec.topk.more": 1}, ["codec.topk.more"]),
-        ({"other.codec.topk": 8}, ["other.codec.topk"]),
-        ({"cliip": 1.0}, ["cliip", "did you mean 'clip'"]),
-        ({"": 1}, ["''"]),
-    ],
-)
+@pytest.mark.parametrize(("changes", "parts"), [
+    ({"perid": 4}, ["'perid'", "did you mean 'period'"]),
+    ({"schedule.sync_evry": 4}, ["schedule.sync_evry", "did you mean 'schedule.sync_every'"]),
+    ({"codec.topkk": 4}, ["codec.topkk", "did you mean 'codec.topk'"]),
+    ({"delta.codec.value_dtyp": "fp32"}, ["did you mean 'delta.codec.value_dtype'"]),
+    ({"accumulator.bta": 0.5}, ["bta", "did you mean 'beta'"]),
+    ({"codec.topk.more": 1}, ["codec.topk.more"]),
+    ({"other.codec.topk": 8}, ["other.codec.topk"]),
+    ({"cliip": 1.0}, ["cliip", "did you mean 'clip'"]),
+    ({"": 1}, ["''"]),
+])  # fmt: skip
 def test_config_unknown_key_offers_nearest(changes: dict[str, Any], parts: list[str]) -> None:
     """An unknown key is refused, and the error offers the nearest one."""
     refusal(lambda: preset("decoupled_momentum", **changes), *parts)
@@ -72,28 +69,19 @@ def test_config_unknown_preset_offers_nearest() -> None:
     refusal(lambda: preset("dilocco"), "preset='dilocco'", "did you mean 'diloco'", *PRESETS)
 
 
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
-        ({"codec.transform": "dtc"}, ["codec.transform='dtc'", "none, dct", "did you mean 'dct'"]),
-        (
-            {"codec.value_dtype": "int3"},
-            [
-                "codec.value_dtype='int3'",
-                ", ".join(FORMATS),
-                "did you mean 'int8'",
-            ],
-        ),
-        ({"codec.select": "top-k"}, ["codec.select='top-k'", "did you mean 'topk'"]),
-        ({"reducer": "sender"}, ["reducer.mean_over='sender'", "did you mean 'senders'"]),
-        ({"reducer.weight": "token"}, ["did you mean 'tokens'"]),
-        ({"feedback": "subtrakt"}, ["did you mean 'subtract'"]),
-        ({"source": "gradients"}, ["did you mean 'gradient'"]),
-        ({"applier.acts_as": "outr_step"}, ["did you mean 'outer_step'"]),
-        ({"applier.sign": "sgn"}, ["applier.sign", "true or false"]),
-        ({"rule": "consensu"}, ["did you mean 'consensus'"]),
-    ],
-)
+@pytest.mark.parametrize(("changes", "parts"), [
+    ({"codec.transform": "dtc"}, ["codec.transform='dtc'", "none, dct", "did you mean 'dct'"]),
+    ({"codec.value_dtype": "int3"},
+        ["codec.value_dtype='int3'", ", ".join(FORMATS), "did you mean 'int8'"]),
+    ({"codec.select": "top-k"}, ["codec.select='top-k'", "did you mean 'topk'"]),
+    ({"reducer": "sender"}, ["reducer.mean_over='sender'", "did you mean 'senders'"]),
+    ({"reducer.weight": "token"}, ["did you mean 'tokens'"]),
+    ({"feedback": "subtrakt"}, ["did you mean 'subtract'"]),
+    ({"source": "gradients"}, ["did you mean 'gradient'"]),
+    ({"applier.acts_as": "outr_step"}, ["did you mean 'outer_step'"]),
+    ({"applier.sign": "sgn"}, ["applier.sign", "true or false"]),
+    ({"rule": "consensu"}, ["did you mean 'consensus'"]),
+])  # fmt: skip
 def test_config_unknown_word_offers_nearest(changes: dict[str, Any], parts: list[str]) -> None:
     """An unknown word as a value is refused, and the error offers the nearest one."""
     dotted = {f"delta.{k}" if k in ("feedback", "source") else k: v for k, v in changes.items()}
@@ -124,32 +112,29 @@ def test_config_yaml_unknown_key_names_place() -> None:
 # ---- numbers out of range ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
-        ({"topk": BLOCK + 1}, [f"codec.topk={BLOCK + 1}", f"1 <= topk <= {BLOCK}"]),
-        ({"topk": 0}, ["codec.topk=0"]),
-        ({"period": 0}, ["schedule.sync_every=0", "schedule.sync_every >= 1"]),
-        ({"period": -3}, ["schedule.sync_every=-3"]),
-        ({"schedule.offset": 128}, ["schedule.offset=128", "127"]),
-        ({"schedule.offset": -1}, ["schedule.offset=-1"]),
-        ({"schedule.delay": -1}, ["schedule.delay=-1"]),
-        ({"beta": 1.5}, ["accumulator.beta=1.5"]),
-        ({"beta": float("nan")}, ["accumulator.beta=nan"]),
-        ({"accumulator.alpha": -0.1}, ["accumulator.alpha=-0.1"]),
-        ({"accumulator.gain": 0.0}, ["accumulator.gain=0.0"]),
-        ({"lr": -1.0}, ["applier.lr=-1.0"]),
-        ({"lr": float("nan")}, ["applier.lr=nan"]),
-        ({"applier.momentum": 1.0}, ["applier.momentum=1.0", "momentum < 1"]),
-        ({"applier.mix": 1.01}, ["applier.mix=1.01"]),
-        ({"applier.own_share": -0.1}, ["applier.own_share=-0.1"]),
-        ({"clip": 0.0}, ["clip=0.0", "null"]),
-        ({"clip": -1.0}, ["clip=-1.0"]),
-        ({"clip": float("nan")}, ["clip=nan"]),
-        ({"max_in_flight": 0}, ["max_in_flight=0"]),
-        ({"inner_optimizers": ()}, ["inner_optimizers"]),
-    ],
-)
+@pytest.mark.parametrize(("changes", "parts"), [
+    ({"topk": BLOCK + 1}, [f"codec.topk={BLOCK + 1}", f"1 <= topk <= {BLOCK}"]),
+    ({"topk": 0}, ["codec.topk=0"]),
+    ({"period": 0}, ["schedule.sync_every=0", "schedule.sync_every >= 1"]),
+    ({"period": -3}, ["schedule.sync_every=-3"]),
+    ({"schedule.offset": 128}, ["schedule.offset=128", "127"]),
+    ({"schedule.offset": -1}, ["schedule.offset=-1"]),
+    ({"schedule.delay": -1}, ["schedule.delay=-1"]),
+    ({"beta": 1.5}, ["accumulator.beta=1.5"]),
+    ({"beta": float("nan")}, ["accumulator.beta=nan"]),
+    ({"accumulator.alpha": -0.1}, ["accumulator.alpha=-0.1"]),
+    ({"accumulator.gain": 0.0}, ["accumulator.gain=0.0"]),
+    ({"lr": -1.0}, ["applier.lr=-1.0"]),
+    ({"lr": float("nan")}, ["applier.lr=nan"]),
+    ({"applier.momentum": 1.0}, ["applier.momentum=1.0", "momentum < 1"]),
+    ({"applier.mix": 1.01}, ["applier.mix=1.01"]),
+    ({"applier.own_share": -0.1}, ["applier.own_share=-0.1"]),
+    ({"clip": 0.0}, ["clip=0.0", "null"]),
+    ({"clip": -1.0}, ["clip=-1.0"]),
+    ({"clip": float("nan")}, ["clip=nan"]),
+    ({"max_in_flight": 0}, ["max_in_flight=0"]),
+    ({"inner_optimizers": ()}, ["inner_optimizers"]),
+])  # fmt: skip
 def test_config_numbers_out_of_range(changes: dict[str, Any], parts: list[str]) -> None:
     """Numbers out of range are refused with the range that is allowed."""
     refusal(lambda: preset("decoupled_momentum", **changes), *parts)
@@ -172,74 +157,56 @@ def lone(*args: Any, **options: Any) -> ExchangeConfig:
     return ExchangeConfig("lone", (Channel(*args, **options),))
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: lone("c", "gradient", applier=Applier("outer_step")),
-        lambda: lone("c", "delta", applier=Applier("gradient")),
-        lambda: lone("c", "parameter", applier=Applier("outer_step")),
-        lambda: lone("c", "gradient", feedback="subtract"),  # nothing to subtract from
-        # gradients between exchanges would be lost
-        lambda: lone("c", "gradient", SyncSchedule(sync_every=2)),
-        lambda: lone("c", "gradient", reducer=Reducer("senders")),  # everybody sends
-        lambda: lone("c", "delta", applier=Applier("outer_step", sign=True)),
-        lambda: lone("c", "delta", applier=Applier("outer_step", local_delta=True)),
-        lambda: preset("local_sgd", **{"applier.keep_steps": True}),
-        lambda: preset("diloco", **{"applier.keep_steps": True, "applier.mix": 0.5}),
-        lambda: preset("diloco", period=4, **{"applier.own_share": 0.5, "schedule.delay": 3}),
-        lambda: preset("diloco", period=4, **{"applier.own_share": 0.5, "schedule.delay": 8}),
-        lambda: lone(
-            "c", "gradient", SyncSchedule(), Accumulator(0.9), Codec("none", "topk"), "put_back"
-        ),
-        lambda: lone(
-            "c",
-            "delta",
-            SyncSchedule(),
-            Accumulator(0.9),
-            feedback="put_back",
-            applier=Applier("outer_step"),
-        ),  # would count twice
-        lambda: lone("c", "state:exp_avg", applier=Applier("replace", mix=0.5)),
-        # everybody sends
-        lambda: lone("c", "gradient", codec=Codec("none", "random"), reducer=Reducer("senders")),
-        lambda: lone(
-            "c", "gradient", codec=Codec("none", "stride"), reducer=Reducer(clip="median_norm")
-        ),
-        lambda: lone("c", "parameter", applier=Applier("replace"), after="c"),
-        lambda: lone("c", "parameter", codec=Codec(value_dtype="int8"), applier=Applier("replace")),
-        lambda: lone("c", "parameter", codec=Codec("none", "topk"), applier=Applier("replace")),
-        lambda: lone("c", "state:exp_avg", accumulator=Accumulator(), applier=Applier("replace")),
-        lambda: Codec("dct", "dense"),
-        lambda: Applier("outer_step", nesterov=True),
-        lambda: preset("diloco", momentum_warmup=-1),
-        lambda: preset("demo", version=3),
-        lambda: preset("demo", inner_optimizer="adagrad"),
-        # consensus replicas are equal anyway
-        lambda: preset("decoupled_momentum", average_every=2),
-        lambda: preset("desloc", states={"exp_avg": 0}),
-        lambda: Fragments(layers=0),
-        lambda: Fragments(order="random"),
-        lambda: preset("diloco", offload_outer_state="disk"),
-        lambda: preset("diloco", clip_scope="world"),
-        lambda: two(average()),  # both write the parameters after every tenth step
-        lambda: two(average(after="nobody")),
-        # no anchor can be set under what is in flight
-        lambda: two(average(after="delta"), delay=1),
-        # each would undo the other
-        lambda: two(Channel("again", "delta", SyncSchedule(10), applier=Applier("outer_step"))),
-        lambda: two(
-            Channel(
-                "again",
-                "delta",
-                SyncSchedule(10),
-                applier=Applier("outer_step"),
-                include=("layers.*",),
-            )
-        ),
-        lambda: ExchangeConfig("none", ()),
-        lambda: ExchangeConfig("twice", (Channel("c", "gradient"), Channel("c", "gradient"))),
-    ],
-)
+@pytest.mark.parametrize("build", [
+    lambda: lone("c", "gradient", applier=Applier("outer_step")),
+    lambda: lone("c", "delta", applier=Applier("gradient")),
+    lambda: lone("c", "parameter", applier=Applier("outer_step")),
+    lambda: lone("c", "gradient", feedback="subtract"),  # nothing to subtract from
+    # gradients between exchanges would be lost
+    lambda: lone("c", "gradient", SyncSchedule(sync_every=2)),
+    lambda: lone("c", "gradient", reducer=Reducer("senders")),  # everybody sends
+    lambda: lone("c", "delta", applier=Applier("outer_step", sign=True)),
+    lambda: lone("c", "delta", applier=Applier("outer_step", local_delta=True)),
+    lambda: preset("local_sgd", **{"applier.keep_steps": True}),
+    lambda: preset("diloco", **{"applier.keep_steps": True, "applier.mix": 0.5}),
+    lambda: preset("diloco", period=4, **{"applier.own_share": 0.5, "schedule.delay": 3}),
+    lambda: preset("diloco", period=4, **{"applier.own_share": 0.5, "schedule.delay": 8}),
+    lambda: lone("c", "gradient", SyncSchedule(), Accumulator(0.9), Codec("none", "topk"),
+        "put_back"),
+    lambda: lone("c", "delta", SyncSchedule(), Accumulator(0.9), feedback="put_back",
+        applier=Applier("outer_step")),  # would count twice
+    lambda: lone("c", "state:exp_avg", applier=Applier("replace", mix=0.5)),
+    # everybody sends
+    lambda: lone("c", "gradient", codec=Codec("none", "random"), reducer=Reducer("senders")),
+    lambda: lone("c", "gradient", codec=Codec("none", "stride"),
+        reducer=Reducer(clip="median_norm")),
+    lambda: lone("c", "parameter", applier=Applier("replace"), after="c"),
+    lambda: lone("c", "parameter", codec=Codec(value_dtype="int8"), applier=Applier("replace")),
+    lambda: lone("c", "parameter", codec=Codec("none", "topk"), applier=Applier("replace")),
+    lambda: lone("c", "state:exp_avg", accumulator=Accumulator(), applier=Applier("replace")),
+    lambda: Codec("dct", "dense"),
+    lambda: Applier("outer_step", nesterov=True),
+    lambda: preset("diloco", momentum_warmup=-1),
+    lambda: preset("demo", version=3),
+    lambda: preset("demo", inner_optimizer="adagrad"),
+    # consensus replicas are equal anyway
+    lambda: preset("decoupled_momentum", average_every=2),
+    lambda: preset("desloc", states={"exp_avg": 0}),
+    lambda: Fragments(layers=0),
+    lambda: Fragments(order="random"),
+    lambda: preset("diloco", offload_outer_state="disk"),
+    lambda: preset("diloco", clip_scope="world"),
+    lambda: two(average()),  # both write the parameters after every tenth step
+    lambda: two(average(after="nobody")),
+    # no anchor can be set under what is in flight
+    lambda: two(average(after="delta"), delay=1),
+    # each would undo the other
+    lambda: two(Channel("again", "delta", SyncSchedule(10), applier=Applier("outer_step"))),
+    lambda: two(Channel("again", "delta", SyncSchedule(10), applier=Applier("outer_step"),
+        include=("layers.*",))),
+    lambda: ExchangeConfig("none", ()),
+    lambda: ExchangeConfig("twice", (Channel("c", "gradient"), Channel("c", "gradient"))),
+])  # fmt: skip
 def test_config_channels_without_meaning_refused(build: Any) -> None:
     """Channels that have no meaning are refused."""
     text = refusal(build)
@@ -298,39 +265,27 @@ def test_config_channel_combinations_allowed() -> None:
 # ---- types -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "texts", "read"),
-    [
-        ("demo", ["lr=1e-3"], lambda c: c.lr == 1e-3),
-        # a keyword of the preset: the outer rate
-        ("diloco", ["lr=1e-1"], lambda c: c.channels[0].applier.lr == 0.1),
-        ("diloco", ["applier.lr=5e-1"], lambda c: c.channels[0].applier.lr == 0.5),
-        (
-            "diloco",
-            ["momentum=0"],
-            lambda c: c.channels[0].applier.momentum == 0.0 and not c.channels[0].applier.nesterov,
-        ),
-        ("diloco", ["clip=null"], lambda c: c.clip is None),
-        ("diloco", ["clip=2"], lambda c: c.clip == 2.0),
-        (
-            "demo",
-            ["codec.topk=16", "codec.value_dtype=bf16"],
-            lambda c: (c.channels[0].codec.topk, c.channels[0].codec.value_dtype) == (16, "bf16"),
-        ),
-        ("demo", ["momentum.codec.topk = 16"], lambda c: c.channels[0].codec.topk == 16),
-        ("demo", ["sign=false"], lambda c: c.channels[0].applier.sign is False),
-        ("demo", ["exclude=[a*, b]"], None),
-        ("demo", ["momentum.exclude=[a*, b]"], lambda c: c.channels[0].exclude == ("a*", "b")),
-        ("demo", ["inner_optimizers=as_is"], lambda c: c.inner_optimizers == ("as_is",)),
-        ("demo", ["inner_optimizers=[sgd, muon]"], lambda c: c.inner_optimizers == ("sgd", "muon")),
-        (
-            "full",
-            ["accumulator.beta=0.9", "schedule.sync_every=3"],
-            lambda c: c.channels[0].accumulator == Accumulator(beta=0.9),
-        ),
-        ("decoupled_momentum", ["lr=null"], lambda c: c.channels[0].applier.lr == 1.0),
-    ],
-)
+@pytest.mark.parametrize(("name", "texts", "read"), [
+    ("demo", ["lr=1e-3"], lambda c: c.lr == 1e-3),
+    # a keyword of the preset: the outer rate
+    ("diloco", ["lr=1e-1"], lambda c: c.channels[0].applier.lr == 0.1),
+    ("diloco", ["applier.lr=5e-1"], lambda c: c.channels[0].applier.lr == 0.5),
+    ("diloco", ["momentum=0"],
+        lambda c: c.channels[0].applier.momentum == 0.0 and not c.channels[0].applier.nesterov),
+    ("diloco", ["clip=null"], lambda c: c.clip is None),
+    ("diloco", ["clip=2"], lambda c: c.clip == 2.0),
+    ("demo", ["codec.topk=16", "codec.value_dtype=bf16"],
+        lambda c: (c.channels[0].codec.topk, c.channels[0].codec.value_dtype) == (16, "bf16")),
+    ("demo", ["momentum.codec.topk = 16"], lambda c: c.channels[0].codec.topk == 16),
+    ("demo", ["sign=false"], lambda c: c.channels[0].applier.sign is False),
+    ("demo", ["exclude=[a*, b]"], None),
+    ("demo", ["momentum.exclude=[a*, b]"], lambda c: c.channels[0].exclude == ("a*", "b")),
+    ("demo", ["inner_optimizers=as_is"], lambda c: c.inner_optimizers == ("as_is",)),
+    ("demo", ["inner_optimizers=[sgd, muon]"], lambda c: c.inner_optimizers == ("sgd", "muon")),
+    ("full", ["accumulator.beta=0.9", "schedule.sync_every=3"],
+        lambda c: c.channels[0].accumulator == Accumulator(beta=0.9)),
+    ("decoupled_momentum", ["lr=null"], lambda c: c.channels[0].applier.lr == 1.0),
+])  # fmt: skip
 def test_config_set_texts(name: str, texts: list[str], read: Any) -> None:
     """Texts of `--set` are read as keys and values."""
     if read is None:
@@ -339,26 +294,23 @@ def test_config_set_texts(name: str, texts: list[str], read: Any) -> None:
         assert read(load_config(name, texts))
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "parts"),
-    [
-        ("diloco", "period=true", ["period", "a whole number", "true or false"]),
-        ("diloco", "schedule.sync_every=true", ["schedule.sync_every", "true or false"]),
-        ("diloco", "period=4.5", ["period", "4.5", "a whole number"]),
-        ("diloco", "period=2.5e0", ["period", "2.5e0", "a whole number"]),
-        ("diloco", "period=often", ["period", "often", "a whole number"]),
-        ("diloco", "lr=fast", ["lr", "fast", "a number"]),
-        ("diloco", "lr=true", ["lr", "a number", "true or false"]),
-        ("diloco", "applier.lr=true", ["applier.lr", "a number", "true or false"]),
-        ("diloco", "applier.nesterov=1", ["nesterov", "true or false", "a whole number"]),
-        ("demo", "sign=1", ["sign", "true or false", "a whole number"]),
-        ("demo", "codec.topk=null", ["codec.topk", "a whole number"]),
-        ("demo", "codec.value_dtype=8", ["value_dtype", "a text"]),
-        ("demo", "momentum.exclude=lm_head", ["exclude", "list"]),
-        ("demo", "topk", ["path=value"]),
-        ("diloco", "clip=[1]", ["clip", "a number, or null"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "parts"), [
+    ("diloco", "period=true", ["period", "a whole number", "true or false"]),
+    ("diloco", "schedule.sync_every=true", ["schedule.sync_every", "true or false"]),
+    ("diloco", "period=4.5", ["period", "4.5", "a whole number"]),
+    ("diloco", "period=2.5e0", ["period", "2.5e0", "a whole number"]),
+    ("diloco", "period=often", ["period", "often", "a whole number"]),
+    ("diloco", "lr=fast", ["lr", "fast", "a number"]),
+    ("diloco", "lr=true", ["lr", "a number", "true or false"]),
+    ("diloco", "applier.lr=true", ["applier.lr", "a number", "true or false"]),
+    ("diloco", "applier.nesterov=1", ["nesterov", "true or false", "a whole number"]),
+    ("demo", "sign=1", ["sign", "true or false", "a whole number"]),
+    ("demo", "codec.topk=null", ["codec.topk", "a whole number"]),
+    ("demo", "codec.value_dtype=8", ["value_dtype", "a text"]),
+    ("demo", "momentum.exclude=lm_head", ["exclude", "list"]),
+    ("demo", "topk", ["path=value"]),
+    ("diloco", "clip=[1]", ["clip", "a number, or null"]),
+])  # fmt: skip
 def test_config_set_texts_wrong_type(name: str, text: str, parts: list[str]) -> None:
     """Texts of `--set` with a wrong type are refused."""
     refusal(lambda: load_config(name, [text]), *parts)
@@ -423,7 +375,8 @@ def test_config_yaml_round_trip(data: st.DataObject) -> None:
     config = build(name, data.draw(changes_of(name)))
     again = ExchangeConfig.from_yaml(config.to_yaml())
     assert again == config and again.digest() == config.digest()
-    assert type(again.channels) is tuple and all(
+    assert type(again.channels) is tuple
+    assert all(
         type(p) is tuple
         for c in again.channels
         for p in (c.include, c.exclude, c.uncompressed, c.no_transform)
@@ -560,10 +513,8 @@ def test_config_equal_after_exchange_and_end() -> None:
     ]
     assert all(preset(name).equal_at_end for name in PRESETS)
     assert not preset("decoupled_momentum", rule="released").equal_at_end
-    assert (
-        not preset("diloco", period=4, **{"schedule.delay": 4}).equal_after_exchange
-        and preset("diloco", period=4, **{"schedule.delay": 3}).equal_after_exchange
-    )
+    assert not preset("diloco", period=4, **{"schedule.delay": 4}).equal_after_exchange
+    assert preset("diloco", period=4, **{"schedule.delay": 3}).equal_after_exchange
     assert not preset("local_sgd", **{"schedule.delay": 1}).equal_after_exchange
     assert not preset("decoupled_momentum", rule="released").equal_after_exchange
     assert not preset("diloco", **{"applier.mix": 0.5}).equal_after_exchange
@@ -576,15 +527,12 @@ def test_config_describe_one_line(name: str) -> None:
     text = config.describe()
     assert "\n" not in text and name in text
     for c in config.channels:
-        assert (
-            c.source in text
-            and f"every {c.schedule.sync_every}" in text
-            and c.reducer.mean_over in text
-            and c.codec.value_dtype in text
-        )
-        assert (f"top-{c.codec.topk}" in text) == c.codec.indexed and (
-            f"{name} {c.codec.topk}" in text
-        ) == c.codec.seeded
+        assert c.source in text
+        assert f"every {c.schedule.sync_every}" in text
+        assert c.reducer.mean_over in text
+        assert c.codec.value_dtype in text
+        assert (f"top-{c.codec.topk}" in text) == c.codec.indexed
+        assert (f"{name} {c.codec.topk}" in text) == c.codec.seeded
 
 
 # ---- the inner optimizer -----------------------------------------------------------------------
@@ -595,15 +543,12 @@ def single(monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
     return torch.nn.Linear(3, 3)
 
 
-@pytest.mark.parametrize(
-    ("name", "make", "found"),
-    [
-        ("demo", lambda p: torch.optim.AdamW(p), "AdamW"),
-        ("demo", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "SGD with momentum 0.9"),
-        ("diloco", lambda p: torch.optim.SGD(p, lr=0.1), "SGD"),
-        ("decoupled_momentum", lambda p: torch.optim.RMSprop(p), "RMSprop"),
-    ],
-)
+@pytest.mark.parametrize(("name", "make", "found"), [
+    ("demo", lambda p: torch.optim.AdamW(p), "AdamW"),
+    ("demo", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "SGD with momentum 0.9"),
+    ("diloco", lambda p: torch.optim.SGD(p, lr=0.1), "SGD"),
+    ("decoupled_momentum", lambda p: torch.optim.RMSprop(p), "RMSprop"),
+])  # fmt: skip
 def test_config_wrong_inner_optimizer_refused(monkeypatch, name, make, found) -> None:
     """A wrong inner optimizer is refused with the cure."""
     model = single(monkeypatch)
@@ -653,13 +598,9 @@ def test_preset_published_rates() -> None:
     """The learning rates of the presets are those of the papers (DESIGN.md 3, algorithms.md);
     `sign_loco` and `sign_muloco` have none.
     """
-    assert {n: preset(n).lr for n in PRESETS if preset(n).lr != 4e-4} == {
-        "full": None,
-        "local_sgd": None,
-        "muloco": 0.0224,
-        "sign_loco": 8e-3,
-        "sign_muloco": 4.5e-2,
-    }
+    assert {n: preset(n).lr for n in PRESETS if preset(n).lr != 4e-4} == dict(
+        full=None, local_sgd=None, muloco=0.0224, sign_loco=8e-3, sign_muloco=4.5e-2
+    )
     assert preset("demo", inner_optimizer="adamw").lr == 1e-3
     outer = preset("diloco").channels[0].applier
     assert (outer.lr, outer.momentum, outer.nesterov) == (0.7, 0.9, True)

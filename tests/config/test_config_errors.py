@@ -4,7 +4,6 @@ allowed, in the words of yaml.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +11,23 @@ import pytest
 
 from fsdp_demo import ExchangeConfig, load_config, preset, presets
 
-
-def refused(act: Callable[[], Any], *parts: str) -> str:
-    with pytest.raises(ValueError) as error:
-        act()
-    text = str(error.value)
-    assert all(part in text for part in parts), text
-    return text
+from .test_config import refusal as refused
 
 
-@pytest.mark.parametrize(
-    ("name", "path", "value", "why"),
-    [
-        ("diloco", "codec.topk", 3, "codec.select='dense'"),
-        ("diloco", "delta.codec.topk", 3, "channel 'delta' sends every value"),
-        ("local_adam", "codec.topk", 3, "codec.select='dense'"),
-        ("diloco", "applier.dense_lr", 0.5, "codec.select='dense'"),
-        ("diloco", "accumulator.alpha", 0.5, "feedback='subtract', found 'none'"),
-        ("sparse_loco", "applier.momentum_warmup", 20, "applier.momentum=0"),
-        ("demo", "applier.lr", 0.1, "its rate is that of your optimizer"),
-        ("demo", "applier.momentum", 0.9, "takes no outer step"),
-        ("local_sgd", "applier.lr", 0.7, "applier.acts_as='replace'"),
-        ("diloco", "seed", 3, "codec.select='random'"),
-        ("demo", "offload_outer_state", True, "source 'delta'"),
-        ("full", "clip_scope", "islands", "mean gradient"),
-    ],
-)
+@pytest.mark.parametrize(("name", "path", "value", "why"), [
+    ("diloco", "codec.topk", 3, "codec.select='dense'"),
+    ("diloco", "delta.codec.topk", 3, "channel 'delta' sends every value"),
+    ("local_adam", "codec.topk", 3, "codec.select='dense'"),
+    ("diloco", "applier.dense_lr", 0.5, "codec.select='dense'"),
+    ("diloco", "accumulator.alpha", 0.5, "feedback='subtract', found 'none'"),
+    ("sparse_loco", "applier.momentum_warmup", 20, "applier.momentum=0"),
+    ("demo", "applier.lr", 0.1, "its rate is that of your optimizer"),
+    ("demo", "applier.momentum", 0.9, "takes no outer step"),
+    ("local_sgd", "applier.lr", 0.7, "applier.acts_as='replace'"),
+    ("diloco", "seed", 3, "codec.select='random'"),
+    ("demo", "offload_outer_state", True, "source 'delta'"),
+    ("full", "clip_scope", "islands", "mean gradient"),
+])  # fmt: skip
 def test_config_setting_without_effect_refused(name: str, path: str, value: Any, why: str) -> None:
     """A setting without effect is refused, and the error says why."""
     text = refused(lambda: preset(name, **{path: value}), why)
@@ -89,15 +79,12 @@ def test_config_error_names_file(tmp_path: Path) -> None:
     assert refused(lambda: load_config(str(file))).startswith(f"{file}: codec.topk=3 has no effect")
 
 
-@pytest.mark.parametrize(
-    ("text", "path", "lines"),
-    [
-        ("preset: diloco\nperiod: 7\nclip: 1\nperiod: 9\n", "period", (2, 4)),
-        ("preset: demo\ncodec:\n  topk: 3\n  topk: 4\n", "codec.topk", (3, 4)),
-        ("preset: demo\ncodec: {topk: 3}\ncodec.topk: 4\n", "codec.topk", (2, 3)),
-        ("preset: demo\ncodec: {topk: 3}\ncodec: {select: topk}\n", "codec", (2, 3)),
-    ],
-)
+@pytest.mark.parametrize(("text", "path", "lines"), [
+    ("preset: diloco\nperiod: 7\nclip: 1\nperiod: 9\n", "period", (2, 4)),
+    ("preset: demo\ncodec:\n  topk: 3\n  topk: 4\n", "codec.topk", (3, 4)),
+    ("preset: demo\ncodec: {topk: 3}\ncodec.topk: 4\n", "codec.topk", (2, 3)),
+    ("preset: demo\ncodec: {topk: 3}\ncodec: {select: topk}\n", "codec", (2, 3)),
+])  # fmt: skip
 def test_config_yaml_repeated_key_refused(tmp_path: Path, text: str, path: str, lines: Any) -> None:
     """A key that stands twice in a yaml file is refused with both lines."""
     file = tmp_path / "twice.yaml"
@@ -132,17 +119,14 @@ def test_config_unknown_channel_lists_channels() -> None:
     assert "channels:" not in refused(lambda: preset("diloco", **{"schedule.sync_evry": 3}))
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "said"),
-    [
-        ("diloco", {"period": "x"}, "period='x' must be a whole number; found a text"),
-        ("diloco", {"period": None}, "must be a whole number; found nothing (null)"),
-        ("diloco", {"period": True}, "must be a whole number; found true or false"),
-        ("demo", {"clip": "none"}, "clip='none' must be a number, or null; found a text"),
-        ("diloco", {"topk": 4}, "codec.topk has no effect: channel 'delta' sends every value"),
-        ("diloco", {"delay": 4}, "did you mean 'schedule.delay'?"),
-    ],
-)
+@pytest.mark.parametrize(("name", "changes", "said"), [
+    ("diloco", {"period": "x"}, "period='x' must be a whole number; found a text"),
+    ("diloco", {"period": None}, "must be a whole number; found nothing (null)"),
+    ("diloco", {"period": True}, "must be a whole number; found true or false"),
+    ("demo", {"clip": "none"}, "clip='none' must be a number, or null; found a text"),
+    ("diloco", {"topk": 4}, "codec.topk has no effect: channel 'delta' sends every value"),
+    ("diloco", {"delay": 4}, "did you mean 'schedule.delay'?"),
+])  # fmt: skip
 def test_config_wrong_value_says_allowed(name: str, changes: dict, said: str) -> None:
     """The error of a wrong value says what is allowed, in the words of yaml."""
     with pytest.raises(ValueError) as error:

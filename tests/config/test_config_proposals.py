@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,33 +11,24 @@ from fsdp_demo import attach, load_config, preset
 from fsdp_demo.config.load import changed
 from fsdp_demo.errors import see
 
-
-def refused(call: Any, *parts: str) -> str:
-    with pytest.raises(ValueError) as error:
-        call()
-    text = str(error.value)
-    assert all(part in text for part in parts), text
-    return text
+from .test_config import refusal as refused
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "right"),
-    [
-        ("demo", "period", "schedule.sync_every"),
-        ("demo", "sync_every", "schedule.sync_every"),
-        ("demo", "H", "schedule.sync_every"),
-        ("demo", "k", "topk"),
-        ("diloco", "H", "period"),
-        ("diloco", "perid", "period"),
-        ("diloco", "schedule.period", "schedule.sync_every"),
-        ("diloco", "schedule.H", "schedule.sync_every"),
-        ("diloco", "delta.schedule.period", "delta.schedule.sync_every"),
-        ("diloco", "delta.codec.topkk", "delta.codec.topk"),
-        ("demo", "momentun.codec.topk", "momentum.codec.topk"),
-        ("demo", "momentum.topk", "momentum.codec.topk"),
-        ("demo", "applier.beta", "accumulator.beta"),
-    ],
-)
+@pytest.mark.parametrize(("name", "key", "right"), [
+    ("demo", "period", "schedule.sync_every"),
+    ("demo", "sync_every", "schedule.sync_every"),
+    ("demo", "H", "schedule.sync_every"),
+    ("demo", "k", "topk"),
+    ("diloco", "H", "period"),
+    ("diloco", "perid", "period"),
+    ("diloco", "schedule.period", "schedule.sync_every"),
+    ("diloco", "schedule.H", "schedule.sync_every"),
+    ("diloco", "delta.schedule.period", "delta.schedule.sync_every"),
+    ("diloco", "delta.codec.topkk", "delta.codec.topk"),
+    ("demo", "momentun.codec.topk", "momentum.codec.topk"),
+    ("demo", "momentum.topk", "momentum.codec.topk"),
+    ("demo", "applier.beta", "accumulator.beta"),
+])  # fmt: skip
 def test_config_proposal_right_key_first(name: str, key: str, right: str) -> None:
     """The error of a wrong key offers the right one first."""
     text = refused(lambda: preset(name, **{key: 3}), f"; did you mean {right!r}? (")

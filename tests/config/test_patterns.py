@@ -14,11 +14,9 @@ LLAMA = [
     "model.norm.weight",
 ]
 BERT = [
-    "attention.self.query.weight",
-    "attention.output.dense.weight",
-    "attention.output.LayerNorm.weight",
-    "output.dense.weight",
-]
+    "attention.self.query.weight", "attention.output.dense.weight",
+    "attention.output.LayerNorm.weight", "output.dense.weight",
+]  # fmt: skip
 BERT = [f"bert.encoder.layer.3.{name}" for name in (*BERT, "intermediate.dense.weight")]
 MODELS = {  # (embeddings and heads, the rest)
     "Llama": (["model.embed_tokens.weight", "lm_head.weight"], LLAMA),

@@ -70,23 +70,14 @@ def test_models_number_of_parameters(name):
     assert model._no_split_modules, "FSDP2 finds the layers by these names"
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        (
-            "llama-3.2-1b",
-            {"max_position_embeddings": 131_072, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5},
-        ),
-        (
-            "qwen3-1.7b",
-            {"max_position_embeddings": 40_960, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6},
-        ),
-        (
-            "smollm2-360m",
-            {"max_position_embeddings": 8_192, "rope_theta": 100_000.0, "rms_norm_eps": 1e-5},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "expected"), [
+    ("llama-3.2-1b",
+        {"max_position_embeddings": 131_072, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5}),
+    ("qwen3-1.7b",
+        {"max_position_embeddings": 40_960, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6}),
+    ("smollm2-360m",
+        {"max_position_embeddings": 8_192, "rope_theta": 100_000.0, "rms_norm_eps": 1e-5}),
+])  # fmt: skip
 def test_models_other_settings(name, expected):
     """Rotary base, length and epsilon of the published config.json reach the model's own
     configuration.
@@ -98,10 +89,5 @@ def test_models_other_settings(name, expected):
         "rope_theta": theta,
     } == expected
     if name == "llama-3.2-1b":
-        scaling = {
-            "rope_type": "llama3",
-            "factor": 32.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-        }
+        scaling = dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
         assert scaling.items() <= config.rope_parameters.items()

@@ -28,11 +28,8 @@ def prepared(me, stage, mesh=False, **changes):
     script.fresh_state()
     # on CPU ranks Accelerate would take each for a world of its own
     PartialState(cpu=True, backend="gloo")
-    settings = zero.settings(stage, clip=1.0) | {
-        "gradient_accumulation_steps": "auto",
-        "train_batch_size": "auto",
-        **changes,
-    }
+    settings = zero.settings(stage, clip=1.0)
+    settings |= dict(gradient_accumulation_steps="auto", train_batch_size="auto") | changes
     acc = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings), gradient_accumulation_steps=2
     )

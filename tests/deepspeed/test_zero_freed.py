@@ -10,9 +10,11 @@ import deepspeed_ext
 
 from ..support import zero
 from ..support.freed import left, references
+from ..support.inside import in_ranks
 
 
-def test_zero_frees_the_engine(run_ranks: Any) -> None:
+@in_ranks(2, 1, group=True)
+def test_zero_frees_the_engine(me: Any) -> None:
     """Behind `finish` and `destroy` nothing is left of engine, model, optimizer and exchange. A
     second attach is refused while the first exchange runs, and an error behind the meeting of the
     islands leaves the engine free for another one.
@@ -35,9 +37,6 @@ def test_zero_frees_the_engine(run_ranks: Any) -> None:
         inner = made.optimizer.optimizer
         return references(engine=made, model=made.module, optimizer=inner, exchange=exchange)
 
-    def run(me: Any) -> list[str]:
-        zero.engine(zero.settings("zero2")).destroy()  # DeepSpeed's own groups stay
-        return left(life, me)
-
-    for found in run_ranks(run, 2, 1, group=True):
-        assert not found
+    zero.engine(zero.settings("zero2")).destroy()  # DeepSpeed's own groups stay
+    found = left(life, me)
+    assert not found

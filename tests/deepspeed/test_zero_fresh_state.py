@@ -13,6 +13,7 @@ import torch
 import deepspeed_ext
 
 from ..support import zero
+from ..support.inside import in_ranks
 
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
@@ -35,52 +36,46 @@ def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_zero_fresh_state_one_replica(run_ranks: Any, stage: str) -> None:
+@in_ranks(1, 1, group=True, timeout=240)
+def test_zero_fresh_state_one_replica(me: Any, stage: str) -> None:
     """One replica is plain training. `full` on one rank, 20 steps, bit for bit; every state is
     there before the first step, on the masters.
     """
-
-    def run(me: Any) -> None:
-        for name, make in OPTIMIZERS.items():
-            ends = []
-            for attached in (True, False):
-                torch.manual_seed(7)
-                model = zero.Model()
-                made = zero.engine(zero.settings(stage), make, model, groups=groups(model))
-                exchange = deepspeed_ext.attach(made, "full") if attached else None
-                if exchange is not None:
-                    assert bool(exchange.host.states()) == (name != "dampened"), name
-                zero.train(made, range(20), me.rank)
-                ends.append(zero.whole(made))
-                if exchange is not None:
-                    assert exchange.metrics()["exchanges"] == 20
-                    exchange.finish()
-            assert all(torch.equal(ends[0][n], ends[1][n]) for n in ends[0]), name
-
-    run_ranks(run, 1, 1, group=True, timeout=240)
+    for name, make in OPTIMIZERS.items():
+        ends = []
+        for attached in (True, False):
+            torch.manual_seed(7)
+            model = zero.Model()
+            made = zero.engine(zero.settings(stage), make, model, groups=groups(model))
+            exchange = deepspeed_ext.attach(made, "full") if attached else None
+            if exchange is not None:
+                assert bool(exchange.host.states()) == (name != "dampened"), name
+            zero.train(made, range(20), me.rank)
+            ends.append(zero.whole(made))
+            if exchange is not None:
+                assert exchange.metrics()["exchanges"] == 20
+                exchange.finish()
+        assert all(torch.equal(ends[0][n], ends[1][n]) for n in ends[0]), name
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3-parts"])
-def test_zero_fresh_state_momentum_after_resume(run_ranks: Any, stage: str, tmp_path: Any) -> None:
+@in_ranks(2, 1, group=True, timeout=240)
+def test_zero_fresh_state_momentum_after_resume(me: Any, stage: str, tmp_path: Any) -> None:
     """Momentum survives a checkpoint. Six steps are three, a checkpoint, and three in an engine
     that has stepped never.
     """
-
-    def run(me: Any) -> None:
-        for name in ("sgd", "dampened"):
-            ends = []
-            for parts in ((range(6),), (range(3), range(3, 6))):
-                for steps in parts:
-                    made = zero.engine(zero.settings(stage), OPTIMIZERS[name])
-                    with zero.another_run():
-                        exchange = deepspeed_ext.attach(made, "full")
-                    if steps.start:
-                        made.load_checkpoint(str(tmp_path / name))
-                    zero.train(made, steps, me.rank)
-                    if steps.stop == 3:
-                        made.save_checkpoint(str(tmp_path / name))
-                    exchange.finish()
-                ends.append(zero.whole(made))
-            assert all(torch.equal(ends[0][n], ends[1][n]) for n in ends[0]), name
-
-    run_ranks(run, 2, 1, group=True, timeout=240)
+    for name in ("sgd", "dampened"):
+        ends = []
+        for parts in ((range(6),), (range(3), range(3, 6))):
+            for steps in parts:
+                made = zero.engine(zero.settings(stage), OPTIMIZERS[name])
+                with zero.another_run():
+                    exchange = deepspeed_ext.attach(made, "full")
+                if steps.start:
+                    made.load_checkpoint(str(tmp_path / name))
+                zero.train(made, steps, me.rank)
+                if steps.stop == 3:
+                    made.save_checkpoint(str(tmp_path / name))
+                exchange.finish()
+            ends.append(zero.whole(made))
+        assert all(torch.equal(ends[0][n], ends[1][n]) for n in ends[0]), name

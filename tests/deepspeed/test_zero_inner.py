@@ -17,14 +17,13 @@ import deepspeed_ext
 import fsdp_demo
 
 from ..support import zero
+from ..support.inside import in_ranks
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        shutil.which("c++") is None,
-        reason="DeepSpeed compiles its optimizers: needs a C++ compiler (c++)",
-    ),
-]
+    pytest.mark.skipif(shutil.which("c++") is None,
+        reason="DeepSpeed compiles its optimizers: needs a C++ compiler (c++)"),
+]  # fmt: skip
 
 OWN: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "AdamW": ("zero2", {}, "desloc", "AdamW"),
@@ -68,44 +67,36 @@ def test_zero_inner_optimizers_of_deepspeed(run_ranks, kind):
     assert set(results[0][3]) == {n for n, _ in zero.Model().named_parameters()}
 
 
-def test_zero_inner_muon_of_library_refused(run_ranks):
+@in_ranks(1, group=True)
+def test_zero_inner_muon_of_library_refused(me):
     """MuonAdamW is refused, and the error names DeepSpeed's Muon."""
-
-    def run(me):
-        torch.manual_seed(7)
-        model = zero.Model()
-        inner = fsdp_demo.MuonAdamW(model.named_parameters())
-        with pytest.raises(ValueError, match='"type": "Muon"'):
-            deepspeed_ext.attach(
-                zero.engine(zero.settings("zero2"), lambda _: inner, model), "muloco"
-            )
-
-    run_ranks(run, 1, 2, group=True)
+    torch.manual_seed(7)
+    model = zero.Model()
+    inner = fsdp_demo.MuonAdamW(model.named_parameters())
+    with pytest.raises(ValueError, match='"type": "Muon"'):
+        deepspeed_ext.attach(zero.engine(zero.settings("zero2"), lambda _: inner, model), "muloco")
 
 
 @pytest.mark.timeout(900)
-def test_zero_inner_adam_state_fresh(run_ranks):
+@in_ranks(1, 1, group=True, timeout=800)
+def test_zero_inner_adam_state_fresh(me):
     """The state of DeepSpeed's own Adam is fresh after attach. Coupled decay is left out of the
     step that makes it: one replica is plain training.
     """
-
-    def run(me):
-        # ninja
-        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        ends = []
-        for attached in (True, False):
-            params = {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False}
-            made = zero.engine(
-                zero.settings("zero2", optimizer={"type": "Adam", "params": params}), None
-            )
-            exchange = deepspeed_ext.attach(made, "full") if attached else None
-            if exchange is not None:
-                states = exchange.host.tensors("state:exp_avg")
-                assert states and not any(bool(s.any()) for s in states if s is not None)
-            zero.train(made, range(5), me.rank)
-            ends.append(zero.whole(made))
-            if exchange is not None:
-                exchange.finish()
-        return all(torch.equal(ends[0][n], ends[1][n]) for n in ends[0])
-
-    assert all(run_ranks(run, 1, 1, group=True, timeout=800))
+    # ninja
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    ends = []
+    for attached in (True, False):
+        params = {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False}
+        made = zero.engine(
+            zero.settings("zero2", optimizer={"type": "Adam", "params": params}), None
+        )
+        exchange = deepspeed_ext.attach(made, "full") if attached else None
+        if exchange is not None:
+            states = exchange.host.tensors("state:exp_avg")
+            assert states and not any(bool(s.any()) for s in states if s is not None)
+        zero.train(made, range(5), me.rank)
+        ends.append(zero.whole(made))
+        if exchange is not None:
+            exchange.finish()
+    assert all(torch.equal(ends[0][n], ends[1][n]) for n in ends[0])

@@ -59,20 +59,15 @@ def test_zero_launch_rehearse(tmp_path, source):  # noqa: F811
     ).split()
     with started(*rehearse, RECIPES / "pretrain_deepspeed.py", *options) as process:
         output = ended(process)
-    assert (
-        "yes, bit for bit" in output
-        and "status 0 (island0 0, island1 0)" in output.splitlines()[-1]
-    )
+    assert "yes, bit for bit" in output
+    assert "status 0 (island0 0, island1 0)" in output.splitlines()[-1]
     for island in range(2):
         summary, lines = told(tmp_path / "out", island)
-        assert (
-            summary["digests_equal"] is True
-            and summary["zero"] == 2
-            and (summary["islands"], summary["procs"]) == (2, 2)
-        )
-        assert [line["step"] for line in lines] == [1, 2, 3, 4] and summary[
-            "bytes_sent_per_island"
-        ] > 0
+        assert summary["digests_equal"] is True
+        assert summary["zero"] == 2
+        assert (summary["islands"], summary["procs"]) == (2, 2)
+        assert [line["step"] for line in lines] == [1, 2, 3, 4]
+        assert summary["bytes_sent_per_island"] > 0
 
 
 TRAINER = (

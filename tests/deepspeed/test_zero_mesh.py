@@ -29,18 +29,18 @@ from fsdp_demo.rendezvous.position import ShardPosition
 
 from ..support import zero
 from ..support.collectives import Recorder
+from ..support.heard import heard
+from ..support.inside import in_ranks
 
 NODE = 2
 NUMEL = sum(p.numel() for p in zero.Model().parameters())
 BF16_OPTIMIZER = {"data_types": {"grad_accum_dtype": "fp32"}}
 CASES = {
-    **{
-        f"{stage}-{'bf16' if bf16 else 'fp32'}": (stage, bf16, {})
-        for stage in zero.STAGES
-        for bf16 in (False, True)
-    },
-    "bf16-optimizer": ("zero1", True, BF16_OPTIMIZER),
+    f"{stage}-{'bf16' if bf16 else 'fp32'}": (stage, bf16, {})
+    for stage in zero.STAGES
+    for bf16 in (False, True)
 }
+CASES["bf16-optimizer"] = ("zero1", True, BF16_OPTIMIZER)
 
 
 def before_ranks() -> None:
@@ -136,26 +136,22 @@ def test_zero_mesh_recorder_sees_crossing(world, case: str) -> None:
         assert mine["inside"] == []
 
 
-def gradients(me, stage: str) -> dict[str, torch.Tensor]:
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+@in_ranks(1, 4)
+def test_zero_mesh_gradient_mean_of_node(me, stage: str) -> None:
+    """Gradients are the mean over the ranks of the node."""
     shard_within_node(NODE)
     made = zero.engine(zero.settings(stage), zero.sgd)
     rows, targets = zero.batch(0, me.rank)
     made.backward(nn.functional.cross_entropy(made(rows), targets))
-    return {n: safe_get_full_grad(p).clone() for n, p in made.module.named_parameters()}
-
-
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_zero_mesh_gradient_mean_of_node(world, stage: str) -> None:
-    """Gradients are the mean over the ranks of the node."""
-    out = world(gradients, stage)
-    for node, ranks in enumerate([(0, 1), (2, 3)]):
-        torch.manual_seed(7)
-        model = zero.Model()
-        for rank in ranks:
-            rows, targets = zero.batch(0, rank)
-            (nn.functional.cross_entropy(model(rows), targets) / 2).backward()
-        for name, p in model.named_parameters():
-            torch.testing.assert_close(out[NODE * node][name], p.grad, rtol=1e-5, atol=1e-7)
+    torch.manual_seed(7)
+    model, first = zero.Model(), me.rank // NODE * NODE
+    for rank in (first, first + 1):
+        rows, targets = zero.batch(0, rank)
+        (nn.functional.cross_entropy(model(rows), targets) / 2).backward()
+    expected = {n: p.grad for n, p in model.named_parameters()}
+    for n, p in made.module.named_parameters():
+        torch.testing.assert_close(safe_get_full_grad(p), expected[n], rtol=1e-5, atol=1e-7)
 
 
 def wandering(me) -> list[Any]:
@@ -181,11 +177,9 @@ def test_zero_mesh_fetch_order(world) -> None:
     out = world(wandering, timeout=40)
     assert [steps for steps, _ in out] == [5] * 4
     for rank in (2, 3):
-        assert (
-            "the ranks [2, 3] of one node disagree" in out[rank][1]
-            and "1 entries, CRC-32" in out[rank][1]
-            and "2 entries, CRC-32" in out[rank][1]
-        )
+        assert "the ranks [2, 3] of one node disagree" in out[rank][1]
+        assert "1 entries, CRC-32" in out[rank][1]
+        assert "2 entries, CRC-32" in out[rank][1]
 
 
 # ---- ZeRO-3 before there is an engine ----------------------------------------------------------
@@ -204,46 +198,32 @@ class Initialised(zero.Model):
             nn.init.normal_(module.weight, std=0.02)
 
 
-def constructed(me) -> dict[str, Any]:
+@in_ranks(1, 4)
+def test_zero_mesh_zero_init_inside_node(me) -> None:
+    """`zero.Init` cuts parameters inside the node."""
     shard_within_node(NODE)
     config = zero.settings("zero3", train_batch_size=16)
     torch.manual_seed(me.rank)
     with Recorder() as seen, deepspeed.zero.Init(config_dict_or_path=config):
         model = Initialised()
-    ranks = {tuple(dist.get_process_group_ranks(p.ds_process_group)) for p in model.parameters()}
-    sizes = {n: (p.ds_numel, p.ds_tensor.numel()) for n, p in model.named_parameters()}
+    for p in model.parameters():
+        ranks = dist.get_process_group_ranks(p.ds_process_group)
+        assert ranks == ([0, 1] if me.rank < NODE else [2, 3])
+        assert p.ds_tensor.numel() == -(-p.ds_numel // NODE)
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-    own = nn.Linear(3, 3).apply(lambda m: None)
+    nn.Linear(3, 3).apply(lambda m: None)
     made = zero.engine(config, fast_sgd, model)
     with Recorder() as training:
         zero.train(made, range(3), me.rank)
-    return {
-        "ranks": ranks,
-        "sizes": sizes,
-        "weights": weights,
-        "plain": own.weight.shape,
-        "crossing": (seen.crossing(NODE), training.crossing(NODE)),
-        "batch": made.train_batch_size(),
-    }
-
-
-def test_zero_mesh_zero_init_inside_node(world) -> None:
-    """`zero.Init` cuts parameters inside the node."""
-    out = world(constructed)
-    for rank, mine in enumerate(out):
-        assert mine["ranks"] == {(0, 1) if rank < NODE else (2, 3)}
-        assert all(part == -(-whole // NODE) for whole, part in mine["sizes"].values())
-        assert mine["crossing"][1] == [] and mine["batch"] == 8
-        # What the constructor set goes from the first replica to the others, and to nobody twice.
-        assert {e.ranks for e in mine["crossing"][0]} <= {(0, 2)} and (
-            mine["crossing"][0] != []
-        ) == (rank % NODE == 0)
-        for name in ("layers.0.weight", "head.weight"):
-            assert (
-                torch.equal(mine["weights"][name], out[0]["weights"][name])
-                and 0.01 < mine["weights"][name].std() < 0.03
-            )
+    assert training.crossing(NODE) == [] and made.train_batch_size() == 8
+    # What the constructor set goes from the first replica to the others, and to nobody twice.
+    assert {e.ranks for e in seen.crossing(NODE)} <= {(0, 2)}
+    assert (seen.crossing(NODE) != []) == (me.rank % NODE == 0)
+    for name in ("layers.0.weight", "head.weight"):
+        first = weights[name].clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(weights[name], first) and 0.01 < weights[name].std() < 0.03
 
 
 def pretrained(me, folder: str, bf16: bool) -> dict[str, Any]:
@@ -304,82 +284,45 @@ def test_zero_mesh_from_pretrained(world, tmp_path: Path, bf16: bool) -> None:
 # ---- topology ----------------------------------------------------------------------------------
 
 
-def placed(me) -> dict[str, Any]:
-    nobody = installed()
-    nodes = shard_within_node(NODE)
-    same = nodes is shard_within_node(NODE) is installed()
-    made = zero.engine(zero.settings("zero2"), zero.sgd)
-    topology = topology_of(made.mpu)
-    position = ShardPosition(num_shards=topology.world, shard=topology.rank)
-    island = IslandGroup(topology, position)
-    line, active_copies = topology.join(position)
-    heard = line.all_gather(torch.tensor([10 * me.rank], dtype=torch.uint8))
-    return {
-        "before": (nobody, same, isinstance(nodes, NodeMPU), nodes is made.mpu),
-        "topology": (
-            topology.kind,
-            topology.island,
-            topology.islands,
-            topology.name,
-            topology.timeout,
-            topology.rank,
-            topology.world,
-        ),
-        "groups": (dist.get_process_group_ranks(topology.group), topology.meets_at),
-        "said": (
-            island.sum(me.rank),
-            island.max(me.rank),
-            [int(t) for t in heard],
-            line.label(1),
-            active_copies,
-        ),
-    }
-
-
-def test_zero_mesh_topology_of_engine(world) -> None:
+@in_ranks(1, 4)
+def test_zero_mesh_topology_of_engine(me) -> None:
     """The topology of an engine is that of a mesh."""
-    out = world(placed)
-    for rank, mine in enumerate(out):
-        node, place = divmod(rank, NODE)
-        assert mine["before"] == (None, True, True, True)
-        assert mine["topology"] == ("mesh", node, 2, f"island{node}", 30.0, place, 2)
-        assert mine["groups"] == ([2 * node, 2 * node + 1], meeting_place([place, place + 2]))
-        assert mine["said"] == (
-            [4.0 * node + 1],
-            [2.0 * node + 1],
-            [10 * place, 10 * (place + 2)],
-            "island 1 (island1)",
-            1,
-        )
+    assert installed() is None
+    nodes = shard_within_node(NODE)
+    assert nodes is shard_within_node(NODE) is installed() and isinstance(nodes, NodeMPU)
+    made = zero.engine(zero.settings("zero2"), zero.sgd)
+    assert made.mpu is nodes
+    t, (node, place) = topology_of(made.mpu), divmod(me.rank, NODE)
+    assert (t.kind, t.island, t.islands, t.name) == ("mesh", node, 2, f"island{node}")
+    assert (t.timeout, t.rank, t.world) == (30.0, place, 2)
+    assert dist.get_process_group_ranks(t.group) == [2 * node, 2 * node + 1]
+    assert t.meets_at == meeting_place([place, place + 2])
+    position = ShardPosition(num_shards=t.world, shard=t.rank)
+    island = IslandGroup(t, position)
+    line, active_copies = t.join(position)
+    brought = line.all_gather(torch.tensor([10 * me.rank], dtype=torch.uint8))
+    assert (island.sum(me.rank), island.max(me.rank)) == ([4.0 * node + 1], [2.0 * node + 1])
+    assert [int(x) for x in brought] == [10 * place, 10 * (place + 2)]
+    assert line.label(1) == "island 1 (island1)" and active_copies == 1
 
 
-def nodes_of_one_rank(me) -> tuple[Any, ...]:
+@in_ranks(1, 4)
+def test_zero_mesh_nodes_of_one_rank() -> None:
+    """Nodes may have one rank."""
     shard_within_node(1)
     alone = topology_of(zero.engine(zero.settings("zero3"), zero.sgd).mpu)
-    return alone.islands, alone.world, alone.group, alone.meets_at
+    assert (alone.islands, alone.world, alone.group) == (4, 1, None)
+    assert alone.meets_at == meeting_place(range(4))
 
 
-def test_zero_mesh_nodes_of_one_rank(world) -> None:
-    """Nodes may have one rank."""
-    assert world(nodes_of_one_rank) == [(4, 1, None, meeting_place(range(4)))] * 4
-
-
-def one_node(me) -> tuple[Any, ...]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fsdp_demo").addHandler(handler)
-    logging.getLogger("fsdp_demo").setLevel(logging.INFO)
+@in_ranks(1, 4)
+def test_zero_mesh_one_node_logged() -> None:
+    """A world of one node is allowed, and the log says that nothing is exchanged."""
+    records = heard(logging.INFO)
     shard_within_node(4)
     topology = topology_of(zero.engine(zero.settings("zero1"), zero.sgd).mpu)
-    return topology.kind, topology.islands, topology.world, records
-
-
-def test_zero_mesh_one_node_logged(world) -> None:
-    """A world of one node is allowed, and the log says that nothing is exchanged."""
-    for kind, islands, ranks, records in world(one_node):
-        assert (kind, islands, ranks) == ("single", 1, 4)
-        assert "inside island0 of 1 nodes: nothing to exchange" in records[0]
+    assert (topology.kind, topology.islands, topology.world) == ("single", 1, 4)
+    assert "inside island0 of 1 nodes: nothing to exchange" in records[0]
 
 
 # ---- configuration -----------------------------------------------------------------------------
@@ -577,10 +520,8 @@ def late(me) -> str:
 def test_zero_mesh_model_cut_over_world_refused(world) -> None:
     """A model that was cut over the whole world before is refused."""
     for text in world(late):
-        assert (
-            "of ranks [0, 1, 2, 3]" in text
-            and "Call shard_within_node before the model is made" in text
-        )
+        assert "of ranks [0, 1, 2, 3]" in text
+        assert "Call shard_within_node before the model is made" in text
 
 
 @pytest.mark.parametrize("case", ["zero1-fp32", "zero2-bf16", "zero3-fp32", "bf16-optimizer"])
@@ -705,15 +646,12 @@ def test_zero_mesh_trainer_confined(world, tmp_path: Path, stage: str) -> None:
         assert sum(e.size for e in mine["crossing"]) < 1000 < mine["inside"], mine["crossing"]
 
 
-def test_zero_mesh_unlike_sizes_refused(run_ranks):
+@in_ranks(1, 4)
+def test_zero_mesh_unlike_sizes_refused(me):
     """Unlike sizes of nodes are an error on all ranks. Where the size comes from the GPUs of unlike
     nodes, say: without it groups would wait for each other.
     """
-
-    def run(me):
-        with pytest.raises(
-            ValueError, match="different sizes: 2 on ranks 0-2; 1 on rank 3. Give one number"
-        ):
-            shard_within_node(1 if me.rank == 3 else 2)
-
-    run_ranks(run, 1, 4)
+    with pytest.raises(
+        ValueError, match="different sizes: 2 on ranks 0-2; 1 on rank 3. Give one number"
+    ):
+        shard_within_node(1 if me.rank == 3 else 2)

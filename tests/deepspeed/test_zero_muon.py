@@ -12,6 +12,7 @@ import fsdp_demo
 from deepspeed_ext import refusals
 
 from ..support import zero
+from ..support.inside import in_ranks
 
 
 def engine(stage: str, clip: float = 0.0, **names: Any) -> Any:
@@ -28,23 +29,22 @@ def refused(stage: str, preset: str, clip: float = 0.0, **changes: Any) -> str:
     return str(error.value)
 
 
-def test_zero_muon_clipping_refused(run_ranks: Any) -> None:
+@in_ranks(1, 1, group=True)
+def test_zero_muon_clipping_refused(me: Any) -> None:
     """Clipping that takes the update of Muon for a gradient is refused."""
 
-    def run(me: Any) -> dict[str, str]:
-        return {stage: refused(stage, "muloco", 1.0) for stage in ("zero1", "zero2", "zero3")}
-
-    for texts in run_ranks(run, 1, 1, group=True):
-        for stage, text in texts.items():
-            kind = "DeepSpeedZeroOptimizer" + "_Stage3" * (stage == "zero3")
-            assert "MuonWithAuxAdam with gradient_clipping=1 (1.0 where" in text
-            assert f"{kind} clips the update of Muon" in text
-            assert 'Set "gradient_clipping": 0.0' in text
-            assert '"data_types": {"grad_accum_dtype": "fp32"}' in text
+    texts = {stage: refused(stage, "muloco", 1.0) for stage in ("zero1", "zero2", "zero3")}
+    for stage, text in texts.items():
+        kind = "DeepSpeedZeroOptimizer" + "_Stage3" * (stage == "zero3")
+        assert "MuonWithAuxAdam with gradient_clipping=1 (1.0 where" in text
+        assert f"{kind} clips the update of Muon" in text
+        assert 'Set "gradient_clipping": 0.0' in text
+        assert '"data_types": {"grad_accum_dtype": "fp32"}' in text
 
 
 @pytest.mark.slow  # DeepSpeed compiles the products
-def test_zero_muon_update_not_clipped(run_ranks: Any) -> None:
+@in_ranks(1, 1, group=True, timeout=120)
+def test_zero_muon_update_not_clipped(me: Any) -> None:
     """The update of Muon is not clipped where clipping is allowed. Six steps move a matrix as far
     with a norm of 1 as without.
     """
@@ -58,14 +58,11 @@ def test_zero_muon_update_not_clipped(run_ranks: Any) -> None:
         exchange.finish()
         return float((zero.whole(made)["layers.0.weight"] - start).norm())
 
-    def run(me: Any) -> Any:
-        warned = zero.warnings()
-        moves = moved(me, "zero2", 0.0), moved(me, "wrapper", 1.0)
-        assert not [line for line in warned if "DeepSpeed's Muon" in line]
-        return moves
-
-    for free, clipped_before in run_ranks(run, 1, 1, group=True, timeout=120):
-        assert clipped_before == pytest.approx(free, rel=0.2)
+    warned = zero.warnings()
+    moves = moved(me, "zero2", 0.0), moved(me, "wrapper", 1.0)
+    assert not [line for line in warned if "DeepSpeed's Muon" in line]
+    free, clipped_before = moves
+    assert clipped_before == pytest.approx(free, rel=0.2)
 
 
 class Held:
@@ -97,25 +94,19 @@ def test_zero_muon_presets_refused(wrapper: str, preset: str, scope: str) -> Non
     assert not list(refusals._of_muon(Held(wrapper, zero.adamw(zero.Model().parameters())), config))
 
 
-def test_zero_muon_gradient_channels_refused(run_ranks: Any) -> None:
+@in_ranks(1, 1, group=True, timeout=120)
+def test_zero_muon_gradient_channels_refused(me: Any) -> None:
     """Gradient channels on Muon are refused at attach."""
 
-    def run(me: Any) -> list[str]:
-        return [refused(stage, "full") for stage in ("zero2", "wrapper")]
-
-    for texts in run_ranks(run, 1, 1, group=True, timeout=120):
-        assert all(EARLY in text for text in texts)
+    texts = [refused(stage, "full") for stage in ("zero2", "wrapper")]
+    assert all(EARLY in text for text in texts)
 
 
-def test_zero_muon_head_named(run_ranks: Any) -> None:
+@in_ranks(1, 1, group=True, timeout=120)
+def test_zero_muon_head_named(me: Any) -> None:
     """A warning names a head that Muon steps. DeepSpeed knows heads by `lm_head` only."""
-
-    def run(me: Any) -> list[str]:
-        warned = zero.warnings()
-        exchange = deepspeed_ext.attach(engine("zero2", outside=("embed", "lm_head")), "muloco")
-        exchange.detach()
-        return warned
-
-    for warned in run_ranks(run, 1, 1, group=True, timeout=120):
-        found = [line for line in warned if "DeepSpeed's Muon at head.weight, which" in line]
-        assert len(found) == 1 and "'embed' or 'lm_head'" in found[0]
+    warned = zero.warnings()
+    exchange = deepspeed_ext.attach(engine("zero2", outside=("embed", "lm_head")), "muloco")
+    exchange.detach()
+    found = [line for line in warned if "DeepSpeed's Muon at head.weight, which" in line]
+    assert len(found) == 1 and "'embed' or 'lm_head'" in found[0]

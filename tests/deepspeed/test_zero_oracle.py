@@ -108,17 +108,13 @@ class Lying:
         return cut({n: (a[n] + b[n]) / 2 for n in a}, self.pieces)
 
 
-def fed(
-    name: str, variant: Variant, seed: int, t: int, island: int, proc: int
-) -> dict[str, torch.Tensor]:
+def fed(name, variant: Variant, seed, t: int, island: int, proc: int) -> dict[str, torch.Tensor]:
     """What one rank feeds at one step."""
     given = CASES[name].model.gradient(seed, t, island, proc)
     return variant.rounded({n: g for n, g in given.items() if n not in left_out(name)})
 
 
-def truth(
-    name: str, seed: int, pieces: list[list[Piece]], steps: int, variant: Variant
-) -> Expected:
+def truth(name, seed: int, pieces: list[list[Piece]], steps: int, variant: Variant) -> Expected:
     case = CASES[name]
     lying = Lying(name, pieces, variant)
     options = dict(case.options)

@@ -25,6 +25,7 @@ import report  # noqa: E402
 import torch  # noqa: E402
 
 from ..support import zero  # noqa: E402, F401 (no compiler; imported before the first fork)
+from ..support.inside import in_ranks  # noqa: E402
 
 COMMON = (
     "--sequence-length 16 --batch-size 2 --eval-every 0 --eval-batches 3 --log-every 1 "
@@ -36,12 +37,9 @@ COMMON = (
 def source(tmp_path, everywhere):
     """Model and rows, as options of the recipes."""
     config = json.loads((RECIPES / "models" / "tiny.json").read_text())
-    config |= {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    }
+    config |= dict(
+        hidden_size=64, intermediate_size=96, num_attention_heads=2, num_key_value_heads=1
+    )
     (tmp_path / "model.json").write_text(json.dumps(config))
     # 4 held out
     rows = [[i % 256, i // 256, *((7 * i + 3 * j) % 250 for j in range(14))] for i in range(84)]
@@ -74,26 +72,26 @@ def losses(folder, island):
     return [line["loss"] for line in told(folder, island)[1]]
 
 
-def listed(rank):
-    """What a rank hears from both."""
-    world = object.__new__(deepspeed_parts.World)
-    world.num_processes, world.device = rank.procs, torch.device("cpu")
-    return world.listed(
-        {
-            "rank": rank.proc,
-            "losses": [1e-300, float("inf")] * rank.proc,
-            "name": "é" * 3 * rank.proc,
-        }
-    )
+SAME = ("bytes_sent_per_island", "islands", "procs", "tokens", "exchanges", "digests_equal")
 
 
-def test_zero_recipe_counters_as_json(run_ranks):
+def player(run_ranks, *words):
+    """`play(script, folder, *more)`: the script on two islands of two ranks, with these words."""
+
+    def play(script, folder, *more, **options):
+        args = (script, *words, *more, "--output", folder)
+        run_ranks(main_of, args=args, timeout=120, **options)
+
+    return play
+
+
+@in_ranks(1, 2)
+def test_zero_recipe_counters_as_json(me):
     """Counters of unlike lengths travel as JSON, to the last bit."""
-    told_by = [
-        {"rank": 0, "losses": [], "name": ""},
-        {"rank": 1, "losses": [1e-300, float("inf")], "name": "ééé"},
-    ]
-    assert run_ranks(listed, islands=1, procs=2) == [told_by] * 2
+    world = object.__new__(deepspeed_parts.World)
+    world.num_processes, world.device = me.procs, torch.device("cpu")
+    every = [dict(rank=n, losses=[1e-300, float("inf")] * n, name="é" * 3 * n) for n in range(2)]
+    assert world.listed(every[me.proc]) == every
 
 
 # -- pretrain_deepspeed.py -----------------------------------------------------------------------
@@ -104,96 +102,51 @@ def test_zero_recipe_learns_like_fsdp2(run_ranks, tmp_path, source):
     """Every ZeRO stage learns what FSDP2 learns. The same rows in the same order, the same clipping
     and schedule: two epochs of diloco, whose channels see single elements.
     """
-    options = [
-        *source,
-        "--exchange",
-        "diloco",
-        "--set",
-        "period=3",
-        "--steps",
-        9,
-        "--accumulation",
-        2,
-    ]
-    run_ranks(main_of, args=(pretrain, *options, "--output", tmp_path / "fsdp2"), timeout=120)
+    words = "--exchange diloco --set period=3 --steps 9 --accumulation 2".split()
+    play = player(run_ranks, *source, *words)
+    play(pretrain, tmp_path / "fsdp2")
     expected, _ = told(tmp_path / "fsdp2")
-    assert (
-        expected["validation"][-1][1] < expected["validation"][0][1] - 0.3
-        and expected["digests_equal"] is True
-    )
+    assert expected["validation"][-1][1] < expected["validation"][0][1] - 0.3
+    assert expected["digests_equal"] is True
     for stage in (1, 2, 3):
         out = tmp_path / f"zero{stage}"
-        more = ("--deepspeed", json_of(stage), "--output", out)
-        run_ranks(main_of, args=(pretrain_deepspeed, *options, *more), timeout=120)
+        play(pretrain_deepspeed, out, "--deepspeed", json_of(stage))
         for island in range(2):
-            assert losses(out, island) == pytest.approx(
-                losses(tmp_path / "fsdp2", island), rel=1e-5
-            )
+            theirs = losses(tmp_path / "fsdp2", island)
+            assert losses(out, island) == pytest.approx(theirs, rel=1e-5)
         summary, _ = told(out)
-        assert [v[1] for v in summary["validation"]] == pytest.approx(
-            [v[1] for v in expected["validation"]], rel=1e-5
-        )
-        same = (
-            "bytes_sent_per_island",
-            "islands",
-            "procs",
-            "tokens",
-            "exchanges",
-            "parameters",
-            "digests_equal",
-            "lr",
-        )
-        assert {key: summary[key] for key in same} == {key: expected[key] for key in same}
+        found, wanted = ([v[1] for v in s["validation"]] for s in (summary, expected))
+        assert found == pytest.approx(wanted, rel=1e-5)
+        for key in (*SAME, "parameters", "lr"):
+            assert summary[key] == expected[key], key
         assert summary["zero"] == stage and not summary["bf16"]
 
 
 @pytest.mark.parametrize(("stage", "preset", "bf16"), [(2, "demo", False), (3, "demo", True)])
 def test_zero_recipe_resume_bit_for_bit(run_ranks, tmp_path, source, stage, preset, bf16):
     """A resumed run of the recipe is the uninterrupted one."""
-    options = [
-        *source,
-        "--exchange",
-        preset,
-        "--steps",
-        6,
-        "--deepspeed",
-        json_of(stage),
-        "--save-every",
-        2,
-        *(["--bf16"] * bf16),
-    ]
-    run_ranks(
-        main_of, args=(pretrain_deepspeed, *options, "--output", tmp_path / "whole"), timeout=120
-    )
+    words = f"--exchange {preset} --steps 6 --save-every 2 --deepspeed {json_of(stage)}".split()
+    play = player(run_ranks, *source, *words, *(["--bf16"] * bf16))
+    play(pretrain_deepspeed, tmp_path / "whole")
     for island in range(2):
         assert (tmp_path / "whole" / f"island{island}" / "latest").read_text() == "global_step6"
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     for island in range(2):  # as if the machines had gone down after step 5
-        shutil.rmtree(tmp_path / "cut" / f"island{island}" / "global_step6")
-        (tmp_path / "cut" / f"island{island}" / "latest").write_text("global_step4")
-        (tmp_path / "cut" / f"island{island}" / "summary.json").unlink()
-        with open(tmp_path / "cut" / f"island{island}" / "metrics.jsonl", "r+") as file:
-            lines = file.read().splitlines(keepends=True)
-            file.seek(0)
-            file.truncate()
-            file.write("".join(lines[:5]) + lines[5][:20])
-    run_ranks(
-        main_of,
-        args=(pretrain_deepspeed, *options, "--resume", "--output", tmp_path / "cut"),
-        timeout=120,
-    )
+        home = tmp_path / "cut" / f"island{island}"
+        shutil.rmtree(home / "global_step6")
+        (home / "latest").write_text("global_step4")
+        (home / "summary.json").unlink()
+        lines = (home / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (home / "metrics.jsonl").write_text("".join(lines[:5]) + lines[5][:20])
+    play(pretrain_deepspeed, tmp_path / "cut", "--resume")
     for island in range(2):
-        (whole, lines), (resumed, others) = (
-            told(tmp_path / "whole", island),
-            told(tmp_path / "cut", island),
-        )
+        (whole, lines) = told(tmp_path / "whole", island)
+        (resumed, others) = told(tmp_path / "cut", island)
         for key in ("step", "lr", "loss", "global_loss", "tokens", "bytes_sent"):
             assert [line[key] for line in others] == [line[key] for line in lines], key
         assert resumed["validation"] == whole["validation"] and resumed["digests_equal"] is True
-        assert (
-            resumed["bytes_sent_per_island"] == whole["bytes_sent_per_island"] > 0
-            and resumed["bf16"] is bf16
-        )
+        assert resumed["bytes_sent_per_island"] == whole["bytes_sent_per_island"] > 0
+        assert resumed["bf16"] is bf16
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -201,53 +154,27 @@ def test_zero_recipe_mesh(run_ranks, tmp_path, source, stage):
     """The recipe on a mesh keeps ZeRO inside the node. One world of two nodes with two ranks: the
     rows of all are shared, nothing but payloads is counted.
     """
-    options = [
-        *source,
-        "--exchange",
-        "demo",
-        "--steps",
-        4,
-        "--deepspeed",
-        json_of(stage),
-        "--save-every",
-        4,
-    ]
-    env = {"ISLAND_COUNT": "", "LOCAL_WORLD_SIZE": "2"}
-    args = (pretrain_deepspeed, *options, "--mesh", 2, "--output", tmp_path / "mesh")
-    run_ranks(main_of, islands=1, procs=4, env=env, args=args, timeout=120)
-    run_ranks(
-        main_of, args=(pretrain_deepspeed, *options, "--output", tmp_path / "islands"), timeout=120
-    )
-    summary, expected = (
-        json.loads((tmp_path / "mesh" / "summary.json").read_text()),
-        told(tmp_path / "islands")[0],
-    )
-    same = ("bytes_sent_per_island", "islands", "procs", "tokens", "exchanges", "digests_equal")
-    assert {key: summary[key] for key in same} == {key: expected[key] for key in same}
-    assert summary["digests_equal"] is True and summary["loss_start"] == pytest.approx(
-        expected["loss_start"], rel=1e-6
-    )
-    assert all(
-        (tmp_path / "mesh" / f"island{n}" / "latest").read_text() == "global_step4"
-        for n in range(2)
-    )
+    words = f"--exchange demo --steps 4 --save-every 4 --deepspeed {json_of(stage)}".split()
+    play = player(run_ranks, *source, *words)
+    world = dict(islands=1, procs=4, env={"ISLAND_COUNT": "", "LOCAL_WORLD_SIZE": "2"})
+    play(pretrain_deepspeed, tmp_path / "mesh", "--mesh", 2, **world)
+    play(pretrain_deepspeed, tmp_path / "islands")
+    summary = json.loads((tmp_path / "mesh" / "summary.json").read_text())
+    expected = told(tmp_path / "islands")[0]
+    for key in SAME:
+        assert summary[key] == expected[key], key
+    assert summary["digests_equal"] is True
+    assert summary["loss_start"] == pytest.approx(expected["loss_start"], rel=1e-6)
+    for n in range(2):
+        assert (tmp_path / "mesh" / f"island{n}" / "latest").read_text() == "global_step4"
 
 
 def test_zero_recipe_stop_saves_and_resumes(run_ranks, tmp_path, source):
     """A run of the recipe that is told to stop saves and goes on. SIGTERM to all ranks in their
     third step.
     """
-    options = [
-        *source,
-        "--exchange",
-        "demo",
-        "--steps",
-        6,
-        "--deepspeed",
-        json_of(1),
-        "--schedule",
-        "constant",
-    ]
+    words = f"--exchange demo --steps 6 --schedule constant --deepspeed {json_of(1)}".split()
+    play = player(run_ranks, *source, *words)
 
     def stopped(rank):
         steps = report.Report.optimizer_step
@@ -258,28 +185,18 @@ def test_zero_recipe_stop_saves_and_resumes(run_ranks, tmp_path, source):
                 os.kill(os.getpid(), signal.SIGTERM)
 
         report.Report.optimizer_step = count
-        main_of(rank, pretrain_deepspeed, *options, "--output", tmp_path / "out")
+        main_of(rank, pretrain_deepspeed, *source, *words, "--output", tmp_path / "out")
 
     outcomes = run_ranks(stopped, check=False, timeout=120)
-    assert [outcome.status for outcome in outcomes] == [75] * 4, "\n".join(
-        f"{outcome.error} {outcome.log}" for outcome in outcomes
-    )
+    assert [o.status for o in outcomes] == [75] * 4, [(o.error, o.log) for o in outcomes]
     tags = {(tmp_path / "out" / f"island{n}" / "latest").read_text() for n in range(2)}
     assert tags == {"global_step3"}
-    run_ranks(
-        main_of,
-        args=(pretrain_deepspeed, *options, "--resume", "--output", tmp_path / "out"),
-        timeout=120,
-    )
-    run_ranks(
-        main_of, args=(pretrain_deepspeed, *options, "--output", tmp_path / "whole"), timeout=120
-    )
+    play(pretrain_deepspeed, tmp_path / "out", "--resume")
+    play(pretrain_deepspeed, tmp_path / "whole")
     for island in range(2):
         assert losses(tmp_path / "out", island) == losses(tmp_path / "whole", island)
-        assert (
-            told(tmp_path / "out", island)[0]["validation"]
-            == told(tmp_path / "whole", island)[0]["validation"]
-        )
+        out, whole = (told(tmp_path / name, island)[0]["validation"] for name in ("out", "whole"))
+        assert out == whole
 
 
 def test_zero_recipe_log_above_progress_bar(run_ranks, tmp_path, source):
@@ -315,11 +232,9 @@ def test_zero_recipe_auto_values(tmp_path):
         "optimizer": {"type": "AdamW"},
     }
     given |= {
-        "zero_optimization": {
-            "stage": 3,
-            "reduce_bucket_size": "auto",
-            "offload_optimizer": {"device": "cpu"},
-        }
+        "zero_optimization": dict(
+            stage=3, reduce_bucket_size="auto", offload_optimizer={"device": "cpu"}
+        )
     }
     (tmp_path / "c.json").write_text(json.dumps(given))
     for device, enabled in (("cpu", False), ("cuda", True)):
@@ -375,7 +290,5 @@ def test_zero_recipe_json_for_trainer(run_ranks, stage):
     )
     assert config["gradient_clipping"] == norm == 1.0 and config["bf16"]["enabled"] is True
     assert config["zero_optimization"]["stage"] == stage
-    assert (
-        config["zero_allow_untested_optimizer"] is True
-        and config["zero_force_ds_cpu_optimizer"] is False
-    )
+    assert config["zero_allow_untested_optimizer"] is True
+    assert config["zero_force_ds_cpu_optimizer"] is False

@@ -21,6 +21,7 @@ from deepspeed_ext.refusals import refuse  # noqa: E402
 from fsdp_demo import MuonAdamW, Topology, preset  # noqa: E402
 
 from ..support import zero  # noqa: E402
+from ..support.inside import in_ranks  # noqa: E402
 
 CPU = {"device": "cpu", "pin_memory": False}
 NVME = {"device": "nvme", "nvme_path": "/nvme"}
@@ -50,10 +51,9 @@ ENGINES = {
     "torch_autocast in float16: .* set torch_autocast.dtype to bfloat16": {
         "torch_autocast": {"enabled": True, "dtype": "float16"}
     },
-    "sequence parallelism, size 2, .*: train with data": {
-        "sequence_parallel_size": 2,
-        "data_parallel_size": 1,
-    },
+    "sequence parallelism, size 2, .*: train with data": dict(
+        sequence_parallel_size=2, data_parallel_size=1
+    ),
     "gradients that nobody looks at, .*compute_grad_norm to true": {
         "bf16": {"enabled": True, "check_grad_overflow": False}
     },
@@ -61,25 +61,20 @@ ENGINES = {
 }
 
 
-def test_zero_refusal_of_untried_engines(run_ranks):
+@in_ranks(timeout=90)
+def test_zero_refusal_of_untried_engines(me):
     """Engines with untried settings are refused, and their parameters stay as they are."""
-
-    def work(me):
-        out = {}
-        for pattern, changes in ENGINES.items():
-            made = zero.engine(zero.settings("zero1") | changes)
-            before = [p.detach().clone() for p in made.module.parameters()]
-            out[pattern] = said(lambda made=made: deepspeed_ext.attach(made, "diloco"))
-            assert all(
-                torch.equal(a, b) for a, b in zip(before, made.module.parameters(), strict=True)
-            ) and "step" not in vars(made)
-        return out
-
     import re
 
-    for out in run_ranks(work, timeout=90):
-        for pattern, text in out.items():
-            assert re.match(f"deepspeed_ext.attach found {pattern}", text), text
+    out = {}
+    for pattern, changes in ENGINES.items():
+        made = zero.engine(zero.settings("zero1") | changes)
+        before = [p.detach().clone() for p in made.module.parameters()]
+        out[pattern] = said(lambda made=made: deepspeed_ext.attach(made, "diloco"))
+        assert all(torch.equal(a, b) for a, b in zip(before, made.module.parameters(), strict=True))
+        assert "step" not in vars(made)
+    for pattern, text in out.items():
+        assert re.match(f"deepspeed_ext.attach found {pattern}", text), text
 
 
 def test_zero_accepts_bf16_autocast_and_host_masters(run_ranks):
@@ -145,13 +140,9 @@ CONFIGURED = {
     "bf16 masters or .*bf16_optimizer_states to false": {
         "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}
     },
-    "bf16 masters or optimizer states": {
-        "bf16": {
-            "enabled": True,
-            "bf16_master_weights_and_grads": True,
-            "bf16_optimizer_states": True,
-        }
-    },
+    "bf16 masters or optimizer states": dict(
+        bf16={"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    ),
     "tensor_parallel.autotp_size 2, .*: train with data parallelism alone": {
         "tensor_parallel": {"autotp_size": 2}
     },
@@ -174,15 +165,12 @@ def test_zero_accepts_neighbouring_configuration():
     )
 
 
-@pytest.mark.parametrize(
-    "name, value, pattern",
-    [
-        ("pipeline_parallelism", True, "a pipeline engine, .*: train without PipelineModule"),
-        ("has_moe_layers", True, "MoE layers of DeepSpeed, .*: take a model of ordinary modules"),
-        ("mp_world_size", 2, "an mpu with model parallelism, size 2, "),
-        ("sequence_parallel_size", 4, "sequence parallelism, size 4, "),
-    ],
-)
+@pytest.mark.parametrize("name, value, pattern", [
+    ("pipeline_parallelism", True, "a pipeline engine, .*: train without PipelineModule"),
+    ("has_moe_layers", True, "MoE layers of DeepSpeed, .*: take a model of ordinary modules"),
+    ("mp_world_size", 2, "an mpu with model parallelism, size 2, "),
+    ("sequence_parallel_size", 4, "sequence parallelism, size 4, "),
+])  # fmt: skip
 def test_zero_refusal_of_other_engines(name, value, pattern):
     """Engines of another kind are refused."""
     engine = Read()
@@ -202,75 +190,60 @@ def test_zero_refusal_of_expert_groups():
 # ---- what is attached, and with what -----------------------------------------------------------
 
 
-def test_zero_refusal_of_other_objects(run_ranks):
+@in_ranks()
+def test_zero_refusal_of_other_objects(me):
     """Objects other than one engine are refused, and so is a second attach."""
-
-    def work(me):
-        made = zero.engine(zero.settings("zero1"), zero.sgd)
-        wrong = [[made, made], made.optimizer, made.module]
-        out = [said(lambda thing=thing: deepspeed_ext.attach(thing, "demo")) for thing in wrong]
-        # finds its way here
-        out += [said(lambda thing=thing: fsdp_demo.attach(thing, "demo")) for thing in wrong[:2]]
-        exchange = fsdp_demo.attach(made, "demo")
-        out.append(said(lambda: deepspeed_ext.attach(made, "demo")))
-        exchange.finish()
-        return out
-
-    for listed, zeroed, model, listed_too, zeroed_too, twice in run_ranks(work):
-        assert (
-            "a list of 2: an exchange counts the steps of one engine, so pass one engine" in listed
-            and listed_too == listed
-        )
-        assert "found DeepSpeedZeroOptimizer: pass the engine" in zeroed and zeroed_too == zeroed
-        assert (
-            "found Model: pass the engine, the first thing that deepspeed.initialize returns"
-            in model
-        )
-        assert "has an exchange already" in twice
+    made = zero.engine(zero.settings("zero1"), zero.sgd)
+    wrong = [[made, made], made.optimizer, made.module]
+    out = [said(lambda thing=thing: deepspeed_ext.attach(thing, "demo")) for thing in wrong]
+    # finds its way here
+    out += [said(lambda thing=thing: fsdp_demo.attach(thing, "demo")) for thing in wrong[:2]]
+    exchange = fsdp_demo.attach(made, "demo")
+    out.append(said(lambda: deepspeed_ext.attach(made, "demo")))
+    exchange.finish()
+    listed, zeroed, model, listed_too, zeroed_too, twice = out
+    assert "a list of 2: an exchange counts the steps of one engine, so pass one engine" in listed
+    assert listed_too == listed
+    assert "found DeepSpeedZeroOptimizer: pass the engine" in zeroed and zeroed_too == zeroed
+    assert (
+        "found Model: pass the engine, the first thing that deepspeed.initialize returns" in model
+    )
+    assert "has an exchange already" in twice
 
 
-def test_zero_refusal_of_matrix_optimizers(run_ranks):
+@in_ranks(1)
+def test_zero_refusal_of_matrix_optimizers(me):
     """Optimizers that need matrices are refused. DeepSpeed takes them without a word, and their
     first step fails.
     """
-
-    def work(me):
-        out = []
-        for make in (
-            lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=1e-2),
-            lambda ps: MuonAdamW([(f"layers.0.p{i}", p) for i, p in enumerate(ps)], lr=1e-2),
-        ):
-            made = zero.engine(zero.settings("zero1"), make)
-            out.append(said(lambda made=made: deepspeed_ext.attach(made, "muloco")))
-        with pytest.raises(ValueError, match="must be a 2D matrix"):  # what is spared the user
-            zero.train(made, range(1), me.rank)
-        return out
-
-    for out in run_ranks(work, islands=1):
-        for name, text in zip(("Muon", "MuonAdamW"), out, strict=True):
-            assert (
-                f"{name} as the client optimizer" in text
-                and '{"type": "Muon", "params": {"muon_lr": ..., "adam_lr": ...}}' in text
-            )
+    out = []
+    for make in (
+        lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=1e-2),
+        lambda ps: MuonAdamW([(f"layers.0.p{i}", p) for i, p in enumerate(ps)], lr=1e-2),
+    ):
+        made = zero.engine(zero.settings("zero1"), make)
+        out.append(said(lambda made=made: deepspeed_ext.attach(made, "muloco")))
+    with pytest.raises(ValueError, match="must be a 2D matrix"):  # what is spared the user
+        zero.train(made, range(1), me.rank)
+    for name, text in zip(("Muon", "MuonAdamW"), out, strict=True):
+        assert f"{name} as the client optimizer" in text
+        assert '{"type": "Muon", "params": {"muon_lr": ..., "adam_lr": ...}}' in text
 
 
-def test_zero_refusal_of_foreign_parameter(run_ranks):
+@in_ranks(1)
+def test_zero_refusal_of_foreign_parameter(me):
     """A parameter that the model does not have is refused. A criterion that learns, say. DeepSpeed
     itself refuses it at stages 1 and 2.
     """
-
-    def work(me):
-        zero.engine(zero.settings("zero3"))  # DeepSpeed is initialised with it
-        with deepspeed.zero.Init(config_dict_or_path=zero.settings("zero3")):
-            lone = nn.Linear(2, 3, bias=False)
-        model = zero.Model()
-        groups = [*model.parameters(), *lone.parameters()]
-        made = zero.engine(zero.settings("zero3"), model=model, groups=groups)
-        return said(lambda: deepspeed_ext.attach(made, "diloco"))
-
-    for text in run_ranks(work, islands=1):
-        assert "a parameter of shape (3, 2) that is not in the model of the engine" in text
-        assert "put it into the module that deepspeed.initialize gets" in text
+    zero.engine(zero.settings("zero3"))  # DeepSpeed is initialised with it
+    with deepspeed.zero.Init(config_dict_or_path=zero.settings("zero3")):
+        lone = nn.Linear(2, 3, bias=False)
+    model = zero.Model()
+    groups = [*model.parameters(), *lone.parameters()]
+    made = zero.engine(zero.settings("zero3"), model=model, groups=groups)
+    text = said(lambda: deepspeed_ext.attach(made, "diloco"))
+    assert "a parameter of shape (3, 2) that is not in the model of the engine" in text
+    assert "put it into the module that deepspeed.initialize gets" in text
 
 
 def test_zero_refusal_of_split_partition():
@@ -329,79 +302,58 @@ def test_zero_refusal_of_unset_variable(run_ranks, name):
 
     out = run_ranks(work, timeout=30)
     for me, text in zip(range(4), out, strict=True):
-        assert (
-            text.startswith(f"ranks of one launch have different {name}: ")
-            and "; nothing on rank 1. " in text
-        )
-        assert ".deepspeed_env" in text and (
-            name != "ISLAND_RANK" or f"{me // 2} on rank 0" in text
-        )
+        assert text.startswith(f"ranks of one launch have different {name}: ")
+        assert "; nothing on rank 1. " in text
+        assert ".deepspeed_env" in text
+        assert name != "ISLAND_RANK" or f"{me // 2} on rank 0" in text
 
 
-def test_zero_refusal_of_unset_variables_at_attach(run_ranks):
+@in_ranks(timeout=30)
+def test_zero_refusal_of_unset_variables_at_attach(me):
     """Ranks that lack variables are refused at attach."""
-
-    def work(me):
-        for variable in [v for v in os.environ if v.startswith("ISLAND_") and me.proc]:
-            del os.environ[variable]
-        made = zero.engine(zero.settings("zero2"), zero.sgd)
-        by_itself = said(lambda: deepspeed_ext.attach(made, "demo"))
-        return by_itself, said(
-            lambda: deepspeed_ext.attach(made, "demo", topology=Topology.from_env())
-        )
-
-    for texts in run_ranks(work, timeout=30):
-        assert all(
-            "different ISLAND_COUNT: 2 on rank 0; nothing on rank 1" in text for text in texts
-        )
+    for variable in [v for v in os.environ if v.startswith("ISLAND_") and me.proc]:
+        del os.environ[variable]
+    made = zero.engine(zero.settings("zero2"), zero.sgd)
+    by_itself = said(lambda: deepspeed_ext.attach(made, "demo"))
+    texts = (
+        by_itself,
+        said(lambda: deepspeed_ext.attach(made, "demo", topology=Topology.from_env())),
+    )
+    assert all("different ISLAND_COUNT: 2 on rank 0; nothing on rank 1" in text for text in texts)
 
 
-def test_zero_refusal_names_spans_of_ranks(run_ranks):
+@in_ranks(1, 5)
+def test_zero_refusal_names_spans_of_ranks(me):
     """The error names ranks in spans."""
-
-    def work(me):
-        os.environ["ISLAND_RUN"] = "b" if me.rank in (1, 4) else "a long name é"
-        return said(compare_environment)
-
-    for text in run_ranks(work, islands=1, procs=5):
-        assert "ISLAND_RUN: a long name é on ranks 0, 2-3; b on ranks 1, 4. All need" in text
+    os.environ["ISLAND_RUN"] = "b" if me.rank in (1, 4) else "a long name é"
+    text = said(compare_environment)
+    assert "ISLAND_RUN: a long name é on ranks 0, 2-3; b on ranks 1, 4. All need" in text
 
 
-def test_zero_refusal_of_unsaid_nodes(run_ranks):
+@in_ranks(1, 4, env={"ISLAND_COUNT": ""})
+def test_zero_refusal_of_unsaid_nodes(me):
     """A world over several nodes that does not say what its islands are is refused."""
-
-    def work(me):
-        os.environ["LOCAL_WORLD_SIZE"] = "2"
-        made = zero.engine(zero.settings("zero1"), zero.sgd)
-        text = said(lambda: deepspeed_ext.attach(made, "demo"))
-        mesh = Topology("mesh", me.rank // 2, 2, rank=me.rank % 2, world=2)
-        meshed = said(lambda: deepspeed_ext.attach(made, "demo", topology=mesh))
-        os.environ["ISLAND_COUNT"] = "1"  # all nodes are one replica: as was said
-        exchange = deepspeed_ext.attach(zero.engine(zero.settings("zero1"), zero.sgd), "demo")
-        kind = exchange.topology.kind
-        exchange.detach()
-        os.environ["ISLAND_COUNT"] = ""
-        deepspeed_ext.shard_within_node(2)
-        late = said(lambda: deepspeed_ext.attach(made, "demo"))
-        os.environ.update(ISLAND_COUNT="2", ISLAND_RANK="0", ISLAND_ENDPOINT="localhost:1")
-        both = said(
-            lambda: deepspeed_ext.attach(zero.engine(zero.settings("zero1"), zero.sgd), "demo")
-        )
-        return text, meshed, late, both, kind, dist.get_world_size()
-
-    for text, meshed, late, both, kind, world in run_ranks(
-        work, islands=1, procs=4, env={"ISLAND_COUNT": ""}, timeout=60
-    ):
-        assert (
-            "one world of 4 ranks over nodes of 2: ZeRO reduces between the nodes" in text
-            and "ISLAND_COUNT=1" in text
-        )
-        assert (
-            "a mesh, and an engine that reduces over all nodes: call "
-            "deepspeed_ext.shard_within_node(ranks_per_node)"
-        ) in meshed
-        assert "an engine that was made before shard_within_node" in late
-        assert "ISLAND_COUNT=2 and shard_within_node(2) at once" in both and (kind, world) == (
-            "single",
-            4,
-        )
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    made = zero.engine(zero.settings("zero1"), zero.sgd)
+    text = said(lambda: deepspeed_ext.attach(made, "demo"))
+    mesh = Topology("mesh", me.rank // 2, 2, rank=me.rank % 2, world=2)
+    meshed = said(lambda: deepspeed_ext.attach(made, "demo", topology=mesh))
+    os.environ["ISLAND_COUNT"] = "1"  # all nodes are one replica: as was said
+    exchange = deepspeed_ext.attach(zero.engine(zero.settings("zero1"), zero.sgd), "demo")
+    kind = exchange.topology.kind
+    exchange.detach()
+    os.environ["ISLAND_COUNT"] = ""
+    deepspeed_ext.shard_within_node(2)
+    late = said(lambda: deepspeed_ext.attach(made, "demo"))
+    os.environ.update(ISLAND_COUNT="2", ISLAND_RANK="0", ISLAND_ENDPOINT="localhost:1")
+    both = said(lambda: deepspeed_ext.attach(zero.engine(zero.settings("zero1"), zero.sgd), "demo"))
+    world = dist.get_world_size()
+    assert "one world of 4 ranks over nodes of 2: ZeRO reduces between the nodes" in text
+    assert "ISLAND_COUNT=1" in text
+    assert (
+        "a mesh, and an engine that reduces over all nodes: call "
+        "deepspeed_ext.shard_within_node(ranks_per_node)"
+    ) in meshed
+    assert "an engine that was made before shard_within_node" in late
+    assert "ISLAND_COUNT=2 and shard_within_node(2) at once" in both
+    assert (kind, world) == ("single", 4)

@@ -71,42 +71,21 @@ def test_zero_trainer_mesh_sends_payloads_only(run_ranks, stage, preset, changes
 
     def run(rank):
         watch = Watch()
-        plan = {
-            "max_steps": 4,
-            "logging_steps": 4,
-            "gradient_accumulation_steps": 2,
-            "save_strategy": "no",
-        }
+        plan = dict(max_steps=4, logging_steps=4, gradient_accumulation_steps=2, save_strategy="no")
         watch.trained = trained = in_mesh(rank, "out", stage, preset, changes, [watch], **plan)
         trained.train()
-        exchange = script.exchange_of(trained)
-        place = (
-            exchange.topology.kind,
-            exchange.topology.islands,
-            exchange.step,
-            trained.state.global_step,
-        )
-        return {
-            "crossing": watch.recorder.crossing(2),
-            "inside": {e.ranks for e in watch.recorder.events}
-            - {e.ranks for e in watch.recorder.crossing(2)},
-            "sent": watch.sent,
-            "place": place,
-            "whole": whole(trained),
-            "shown": shown(trained),
-            "eval": history(trained, "eval_loss"),
-        }
+        exchange, masters = script.exchange_of(trained), whole(trained)
+        assert (exchange.topology.kind, exchange.topology.islands) == ("mesh", 2)
+        assert exchange.step == trained.state.global_step == 4
+        # payloads have connections of their own
+        assert watch.recorder.crossing(2) == [] and watch.sent > 0
+        inside, node = {e.ranks for e in watch.recorder.events}, rank.proc // 2 * 2
+        assert inside - {(rank.proc,)} == {(node, node + 1)}
+        assert torch.equal(shown(trained), masters)
+        return masters, history(trained, "eval_loss")
 
     out = run_ranks(run, islands=1, procs=4, env=WORLD, timeout=120)
-    for r, o in enumerate(out):
-        # payloads have connections of their own
-        assert o["crossing"] == [] and o["sent"] > 0 and o["place"] == ("mesh", 2, 4, 4)
-        assert o["inside"] == {(0, 1) if r < 2 else (2, 3)} | ({(r,)} & o["inside"])
-        assert (
-            torch.equal(o["whole"], out[0]["whole"])
-            and torch.equal(o["shown"], o["whole"])
-            and o["eval"] == out[0]["eval"]
-        )
+    assert all(torch.equal(o[0], out[0][0]) and o[1] == out[0][1] for o in out)
 
 
 @pytest.mark.parametrize(

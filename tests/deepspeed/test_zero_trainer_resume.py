@@ -19,6 +19,7 @@ from transformers import TrainerCallback  # noqa: E402
 from ..integrations.test_trainer import history  # noqa: E402
 from ..support import trainer_script as script  # noqa: E402
 from ..support.accelerate_anew import accelerate_anew  # noqa: E402, F401
+from ..support.inside import in_ranks
 from .test_zero_trainer import extra, run, settings, shown, whole  # noqa: E402
 
 RESUMED = {
@@ -30,42 +31,25 @@ RESUMED = {
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_zero_trainer_resume_bit_for_bit(run_ranks, name):
+@in_ranks(timeout=120)
+def test_zero_trainer_resume_bit_for_bit(me, name):
     """Every preset resumes bit for bit."""
     stage, preset, changes, trainer = RESUMED[name]
-
-    def work(rank):
-        out = []
-        for resume in (None, str(rank.folder / "out" / "checkpoint-5")):
-            plan = {
-                "max_steps": 8,
-                "save_steps": 5,
-                "eval_strategy": "no",
-                "logging_steps": 1,
-                **trainer,
-            }
-            trained = run(rank, stage, preset, changes, {}, resume, **plan)
-            inner = trained.deepspeed.optimizer.optimizer
-            states = [
-                v.flatten().float()
-                for s in inner.state.values()
-                for v in s.values()
-                if isinstance(v, torch.Tensor)
-            ]
-            kept = torch.cat(states) if states else torch.empty(0)
-            out.append(
-                (whole(trained), kept, history(trained, "loss"), history(trained, "exchange/loss"))
-            )
-        files = sorted(
-            p.name for p in (rank.folder / "out" / f"island{rank.island}").glob("checkpoint-*")
-        )
-        return out, files
-
-    for (first, again), files in run_ranks(work, islands=2, procs=2, timeout=120):
-        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
-        assert first[2] == again[2] and len(first[2]) == 8 and first[3][-3:] == again[3][-3:]
-        # the abandoned end was put aside, and is the new life's now
-        assert files == ["checkpoint-5", "checkpoint-8"]
+    plan = dict(max_steps=8, save_steps=5, eval_strategy="no", logging_steps=1) | trainer
+    out = []
+    for resume in (None, str(me.folder / "out" / "checkpoint-5")):
+        trained = run(me, stage, preset, changes, {}, resume=resume, **plan)
+        states = trained.deepspeed.optimizer.optimizer.state.values()
+        kept = [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
+        moments = torch.cat([torch.empty(0), *(v.flatten().float() for v in kept)])
+        losses = history(trained, "loss"), history(trained, "exchange/loss")
+        out.append((whole(trained), moments, *losses))
+    first, again = out
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+    assert first[2] == again[2] and len(first[2]) == 8 and first[3][-3:] == again[3][-3:]
+    # the abandoned end was put aside, and is the new life's now
+    files = sorted(p.name for p in (me.folder / "out" / f"island{me.island}").glob("checkpoint-*"))
+    assert files == ["checkpoint-5", "checkpoint-8"]
 
 
 class Term(TrainerCallback):
@@ -90,12 +74,7 @@ def test_zero_trainer_sigterm_saves_and_resumes(run_ranks, stage, preset, change
             ("cut", [Term()], None),
             ("cut", [], True),
         ):
-            plan = {
-                "max_steps": 8,
-                "save_steps": 100,
-                "eval_strategy": "no",
-                "callbacks": callbacks,
-            }
+            plan = dict(max_steps=8, save_steps=100, eval_strategy="no", callbacks=callbacks)
             os.environ["ISLAND_RUN"] += f"-{where}-{resume}"
             trained = script.trainer(
                 rank.folder / where, extra(preset, **changes), deepspeed=settings(stage), **plan
@@ -116,37 +95,17 @@ def test_zero_trainer_sigterm_saves_and_resumes(run_ranks, stage, preset, change
 
 def test_zero_trainer_best_model(run_ranks):
     """The best model is chosen and loaded."""
-    best = {
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "loss",
-        "greater_is_better": False,
-        "learning_rate": 0.02,
-    }
+    best = dict(load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=False)
+    plan = dict(max_steps=8, eval_steps=2, save_steps=2, learning_rate=0.02) | best
 
     def work(rank):
-        trained = run(
-            rank,
-            "zero1",
-            "diloco",
-            {"period": 2},
-            {},
-            max_steps=8,
-            eval_steps=2,
-            save_steps=2,
-            **best,
-        )
-        return (
-            trained.state.best_global_step,
-            trained.state.best_metric,
-            whole(trained),
-            shown(trained),
-        )
+        trained = run(rank, "zero1", "diloco", {"period": 2}, {}, **plan)
+        masters, state = whole(trained), trained.state
+        assert torch.equal(masters, shown(trained))
+        return masters, (state.best_global_step, state.best_metric)
 
     out = run_ranks(work, islands=2, procs=2, timeout=120)
-    assert all(
-        o[:2] == out[0][:2] and torch.equal(o[2], out[0][2]) and torch.equal(o[2], o[3])
-        for o in out
-    )
+    assert all(o[1] == out[0][1] and torch.equal(o[0], out[0][0]) for o in out)
 
 
 @pytest.mark.parametrize("stage, preset", [("zero2", "demo"), ("zero3", "diloco")])
@@ -166,7 +125,5 @@ def test_zero_trainer_recipe_saves_and_resumes(run_ranks, monkeypatch, stage, pr
         return weights, script.whole_steps(folder)
 
     out = run_ranks(work, islands=2, procs=2, timeout=180)
-    assert (
-        all(torch.equal(o[0], out[0][0]) and o[1] == [4, 6, 8] for o in out)
-        and out[0][0].norm() > 1
-    )
+    assert all(torch.equal(o[0], out[0][0]) and o[1] == [4, 6, 8] for o in out)
+    assert out[0][0].norm() > 1

@@ -12,57 +12,58 @@ import fsdp_demo
 from fsdp_demo import Mismatch
 from fsdp_demo.exchange import refusals
 
+from ..support.inside import in_ranks
 
-@pytest.mark.parametrize("name", ["diloco", "demo"])
-def test_copies_without_ddp_refused(run_ranks: Callable[..., Any], name: str) -> None:
+OPTIONS: dict[str, dict[str, Any]] = {
+    "demo": {},
+    "diloco": {"period": 2, "inner_optimizers": "as_is"},
+}
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@in_ranks(1, 2)
+def test_copies_without_ddp_refused(me: Any, name: str) -> None:
     """Ranks that nobody synchronizes are refused. The model is whole on both ranks, and was not
     given to DDP: each trains on its own rows.
     """
-
-    def run(me: Any) -> Any:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(8, 8)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        options = {} if name == "demo" else {"period": 2, "inner_optimizers": "as_is"}
-        fsdp_demo.attach(optimizer, name, model=model, **options)
-        torch.manual_seed(1 + me.rank)
-        for taken in range(3):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    optimizer = sgd(model)
+    fsdp_demo.attach(optimizer, name, model=model, **OPTIONS[name])
+    torch.manual_seed(1 + me.rank)
+    what, taken = ("gradients", [0]) if name == "demo" else ("parameters", [0, 1])
+    steps = []
+    differ = f"ranks 0 and 1 of this island hold the same shard, but their {what} differ"
+    with pytest.raises(Mismatch, match=f"{differ}.*first in weight.*DistributedDataParallel"):
+        for step in range(3):
+            steps.append(step)
             model(torch.randn(4, 8)).square().mean().backward()
-            try:
-                optimizer.step()
-            except Mismatch as error:
-                return taken, str(error)
+            optimizer.step()
             optimizer.zero_grad()
-        return None
-
-    what, step = ("gradients", 0) if name == "demo" else ("parameters", 1)
-    for taken, says in run_ranks(run, 1, 2):
-        assert taken == step
-        assert f"ranks 0 and 1 of this island hold the same shard, but their {what} differ" in says
-        assert "first in weight" in says and "DistributedDataParallel" in says
+    assert steps == taken
 
 
 @pytest.mark.parametrize("mesh", ["fsdp axis first", "shards down the columns"])
-def test_copies_of_odd_mesh_refused(run_ranks: Callable[..., Any], mesh: str) -> None:
+@in_ranks(1, 4)
+def test_copies_of_odd_mesh_refused(mesh: str) -> None:
     """A mesh whose copies of a shard do not follow each other is refused."""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.fsdp import fully_shard
 
-    def run() -> str:
-        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        torch.manual_seed(0)
-        model = torch.nn.Linear(8, 8)
-        if mesh == "fsdp axis first":
-            axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "cp"))["fsdp"]
-        else:
-            axes = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard"))
-        fully_shard(model, mesh=axes)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(ValueError, match="hold the same shard, but their parameters") as error:
-            fsdp_demo.attach(optimizer, "demo", model=model)
-        return str(error.value)
-
-    assert all("init_device_mesh" in says for says in run_ranks(run, 1, 4))
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    if mesh == "fsdp axis first":
+        axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "cp"))["fsdp"]
+    else:
+        axes = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=axes)
+    said = "hold the same shard, but their parameters.*init_device_mesh"
+    with pytest.raises(ValueError, match=said):
+        fsdp_demo.attach(sgd(model), "demo", model=model)
 
 
 def test_copies_under_ddp_accepted(run_ranks: Callable[..., Any]) -> None:
@@ -72,7 +73,7 @@ def test_copies_under_ddp_accepted(run_ranks: Callable[..., Any]) -> None:
         torch.manual_seed(0)
         model = torch.nn.Linear(8, 8)
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         exchange = fsdp_demo.attach(optimizer, "demo", model=wrapped)
         torch.manual_seed(1 + me.rank)
         for _ in range(2):
@@ -102,10 +103,9 @@ def test_copies_unsharded_root_warned(run_ranks: Callable[..., Any], name: str, 
         if root:
             fully_shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        options = {} if name == "demo" else {"period": 2, "inner_optimizers": "as_is"}
         told: list[str] = []
         refusals.log.warning = lambda text, *args, **_: told.append(text % args)
-        exchange = fsdp_demo.attach(optimizer, name, model=model, **options)
+        exchange = fsdp_demo.attach(optimizer, name, model=model, **OPTIONS[name])
         torch.manual_seed(1 + me.rank)
         for _ in range(4):
             model(torch.randn(4, 6)).square().mean().backward()
@@ -125,19 +125,12 @@ def test_copies_unsharded_root_warned(run_ranks: Callable[..., Any], name: str, 
 
 
 @pytest.mark.parametrize("flat", [True, False])
-def test_copies_fsdp1_refused(run_ranks: Callable[..., Any], flat: bool) -> None:
+@in_ranks(1, 2)
+def test_copies_fsdp1_refused(flat: bool) -> None:
     """A model under FSDP1 is refused, and the error names FSDP1."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
-    def run() -> str:
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
-        here = torch.device("cpu")
-        model = FullyShardedDataParallel(
-            torch.nn.Linear(8, 8), device_id=here, use_orig_params=not flat
-        )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(ValueError, match="FSDP1") as error:
-            fsdp_demo.attach(optimizer, "demo", model=model)
-        return str(error.value)
-
-    assert all("fully_shard" in says for says in run_ranks(run, 1, 2))
+    options = {"device_id": torch.device("cpu"), "use_orig_params": not flat}
+    model = FullyShardedDataParallel(torch.nn.Linear(8, 8), **options)
+    with pytest.raises(ValueError, match="FSDP1.*fully_shard|fully_shard.*FSDP1"):
+        fsdp_demo.attach(sgd(model), "demo", model=model)

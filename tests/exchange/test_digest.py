@@ -10,45 +10,34 @@ import pytest
 import torch
 
 from fsdp_demo import Mismatch, Topology
+from fsdp_demo.exchange import runtime
 from fsdp_demo.exchange.rewritten import odd_ones, total
 
-from ..support import threaded
+from ..support.inside import in_threads
 from ..support.small import Small
-from ..support.threaded import values
 from .test_out_of_step import CONFIGS
 
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("name", ["demo", "full", "diloco", "consensus", "streaming_diloco"])
-def test_digest_flipped_bit_names_island(run_ranks, everywhere: Any, name: str, count: int) -> None:
+@in_threads()
+def test_digest_flipped_bit_names_island(island: int, topology: Topology, name: str, count: int):
     """A bit that flipped on one island causes an error that names the island and the tensors."""
-    everywhere.setattr("fsdp_demo.exchange.runtime", "EVERY", 4)
-    config = CONFIGS[name]
-
-    def island(i: int, topology: Topology) -> Any:
-        small = Small(topology, config)
-        small.train(3)
-        if i == 1:
-            (channel,) = small.exchange.channels
-            spoiled = small.params[0].data if channel.anchor is None else channel.anchor
-            spoiled.view(-1).view(torch.int32)[7] ^= 1 << 3
-        with pytest.raises(Mismatch) as caught:
-            small.train(20)
-        small.exchange.detach()
-        return str(caught.value), small.exchange.step
-
-    def run() -> Any:
-        found = values(threaded.islands(island, count))
-        what = "parameters" if config.channels[0].before_step else "outer parameters (anchors)"
-        for text, step in found:
-            assert (
-                f"no longer equal: {what}" in text and "island 1 (island1)" in text and step <= 9
-            ), text
-            # of two nobody knows which is right
-            assert ("island 0 (island0)" in text) == (count == 2)
-        return True
-
-    assert run_ranks(run, 1, 1) == [True]
+    runtime.EVERY = 4  # of a process of its own
+    small = Small(topology, CONFIGS[name])
+    small.train(3)
+    if island == 1:
+        (channel,) = small.exchange.channels
+        spoiled = small.params[0].data if channel.anchor is None else channel.anchor
+        spoiled.view(-1).view(torch.int32)[7] ^= 1 << 3
+    what = "parameters" if CONFIGS[name].channels[0].before_step else "outer parameters (anchors)"
+    with pytest.raises(Mismatch) as caught:
+        small.train(20)
+    small.exchange.detach()
+    text = str(caught.value)
+    assert f"no longer equal: {what}" in text and "island 1 (island1)" in text, text
+    # of two nobody knows which is right
+    assert ("island 0 (island0)" in text) == (count == 2) and small.exchange.step <= 9
 
 
 def test_digest_unlike_machines_averaged(run_ranks: Callable[..., Any], everywhere: Any) -> None:

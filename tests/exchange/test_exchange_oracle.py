@@ -18,11 +18,13 @@ from torch import nn
 
 import fsdp_demo
 from fsdp_demo import Channel, Codec, ExchangeConfig, SyncSchedule, WireError, preset
+from fsdp_demo.checkpoint import load_exchange, save_exchange
 
 from ..channels.test_presets_oracle import adamw, coding, follow, sgd, start, worst_of
 from ..oracles import presets as oracle
 from ..support import probe
 from ..support.inside import in_ranks
+from ..support.small import same as bit_equal
 from ..support.threaded import Tap
 from ..support.transforms import transform
 from ..support.world import replica
@@ -741,6 +743,9 @@ def test_outer_parameters_show_anchor(run_ranks):
 
 RESUMED = {
     "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, clip=None),
+    "demo-late": preset(
+        "demo", **probe.PLAIN_EMBEDDINGS, clip=None, **{"schedule.delay": 2}
+    ),
     "random": preset("random", clip=None),
     "diloco": preset("diloco", period=3, clip=None, momentum_warmup=3, **{"schedule.delay": 1}),
     "diloco-queue": preset("diloco", momentum_warmup=0, period=2, clip=None,
@@ -760,21 +765,29 @@ RESUMED = {
         **{"schedule.delay": 1}),
     # in the middle of the second phase, with what is kept
     "sign_loco-late": preset("sign_loco", period=2, clip=None, switch=3, late_topk=20),
+    "sign_loco-kept": preset(
+        "sign_loco", period=4, **{"schedule.delay": 2, "applier.keep_steps": True}
+    ),
+    "diloco-eager": preset("diloco", period=3, **{"schedule.delay": 3, "applier.own_share": 0.5}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RESUMED)
 @in_ranks()
 def test_resume_equals_uninterrupted_run(me, name):
-    """A resumed run is the run that was not interrupted. Bit for bit, in the middle of a period,
-    with payloads in flight.
+    """A run that is resumed from the files of `save_exchange` is the run that was not interrupted.
+    Bit for bit, in the middle of a period, with payloads in flight.
     """
-    config, inner = RESUMED[name], sgd if name in ("demo", "random") else adamw
-    job = probe.Job(me, config, inner)
+    config, inner = RESUMED[name], sgd if name.startswith(("demo", "random")) else adamw
+    job, folder = probe.Job(me, config, inner), me.folder / f"home{me.island}"
     job.steps(6)
-    state, moments = copy.deepcopy((job.exchange.state_dict(), job.optimizer.state_dict()))
+    save_exchange(folder, job.exchange)
+    moments = copy.deepcopy(job.optimizer.state_dict())
     weights = [p.to_local().detach().clone() for p in job.model.parameters()]
+    flights = len(job.exchange.state_dict()["in_flight"])
+    assert flights == 2 if name == "demo-late" else flights <= 3
     job.steps(6, 11)
+    state = copy.deepcopy(job.exchange.state_dict())
     job.exchange.detach()
 
     def loaded(params):
@@ -787,10 +800,11 @@ def test_resume_equals_uninterrupted_run(me, name):
         return optimizer
 
     os.environ["ISLAND_RUN"] += "+"
-    again = probe.Job(me, config, loaded, state=state)
-    assert again.exchange.step == 6
+    again = probe.Job(me, config, loaded, state=load_exchange(folder))
+    assert again.exchange.step == 6 and len(again.exchange.state_dict()["in_flight"]) == flights
     again.steps(6, 11)
     assert same(job.whole(), again.whole())
+    assert bit_equal(state, again.exchange.state_dict())
 
 
 @in_ranks(procs=1)

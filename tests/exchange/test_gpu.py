@@ -34,8 +34,8 @@ CASES = {
     "demo plain": preset("demo", transform=False, topk=128),
     "random": preset("random"),
     "stride": preset("stride"),
-    **{f"diloco {code}": preset("diloco", period=2, value_dtype=code, **OWN) for code in ("fp32",
-        "bf16", "int8", "int4", "2bit", "1bit")},
+    **{f"diloco {code}": preset("diloco", period=2, value_dtype=code, **OWN)
+        for code in ("fp32", "bf16", "int8", "int4", "2bit", "1bit")},
     "diloco late": preset("diloco", period=2, **OWN, **{"schedule.delay": 1, "applier.mix": 0.5}),
     "streaming_diloco": preset("streaming_diloco", period=6, delay=2, layers=1, **OWN),
     "decoupled_momentum": preset("decoupled_momentum", period=2, **OWN),

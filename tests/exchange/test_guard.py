@@ -5,7 +5,6 @@ These are real processes and real signals.
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import json
 import logging
@@ -31,6 +30,7 @@ from fsdp_demo.status import DECIDE, SAVED
 from ..support import probe, threaded
 from ..support.inside import in_ranks
 from ..support.threaded import Tap
+from ..support.two_layers import sgd
 from ..support.world import replica
 
 SILENCE = 3.0  # ISLAND_TIMEOUT here, seconds
@@ -86,12 +86,8 @@ def job(me: Any, case: Case) -> None:
     logging.basicConfig(level=logging.INFO, force=True)
     (me.folder / f"pid{me.rank}").write_text(str(os.getpid()))
     me, topology, mesh = replica(me, case.procs, SILENCE)
-    model = probe.Probe()
-    sharded = me.procs > 1
-    if sharded:
-        probe.shard(model, mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    exchange = fsdp_demo.attach(optimizer, case.config, model=model, topology=topology)
+    made = probe.Job(me, case.config, sgd, mesh=mesh, topology=topology)
+    exchange = made.exchange
 
     def save() -> None:
         state = exchange.state_dict()
@@ -116,14 +112,13 @@ def job(me: Any, case: Case) -> None:
     victim = me.island == 1 and me.proc in case.victims
     with fsdp_demo.guard(exchange, save, resume="python job.py --resume"):
         for t in range(10):
-            probe.backward(model, me, t, 0, sharded)
+            made.backward(t)
             if victim and t == case.at:
                 if case.message is None:
                     strike()
                 else:
                     Tap(exchange, lambda data, n: strike() or data if n == case.message else data)
-            optimizer.step()
-            optimizer.zero_grad()
+            made.end_step()
     raise AssertionError("the peer was not missed")
 
 
@@ -178,27 +173,19 @@ def test_sigterm_one_rank_ends_mesh(run_ranks, tmp_path, name) -> None:
     def run(me: Any) -> None:
         logging.basicConfig(level=logging.INFO, force=True)
         me, topology, mesh = replica(me, procs, 10.0)
-        model = probe.Probe()
-        if me.procs > 1:
-            probe.shard(model, mesh)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology)
+        made = probe.Job(me, config, sgd, mesh=mesh, topology=topology)
+        exchange = made.exchange
 
         def save() -> None:
-            state = copy.deepcopy(exchange.state_dict())
-            local = [
-                p.detach().to_local() if hasattr(p, "to_local") else p.detach()
-                for p in model.parameters()
-            ]
+            state, local = exchange.state_dict(), list(probe.parts(made.model).values())
             torch.save((exchange.step, state, local), me.folder / f"saved{me.rank}")
 
         with fsdp_demo.guard(exchange, save):
             for t in range(30):
-                probe.backward(model, me, t, 0, me.procs > 1)
+                made.backward(t)
                 if t == 3 and me.rank == me.islands * me.procs - 1:
                     os.kill(os.getpid(), signal.SIGTERM)
-                optimizer.step()
-                optimizer.zero_grad()
+                made.end_step()
 
     env = {"ISLAND_STATUS": str(tmp_path / "status")}
     outcomes = run_ranks(run, 1, 2 * procs, timeout=45, env=env, check=False)

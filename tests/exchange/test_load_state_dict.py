@@ -14,6 +14,7 @@ import fsdp_demo
 from fsdp_demo.errors import Mismatch
 
 from ..support import threaded
+from ..support.inside import in_threads
 from ..support.small import RESUMED, Small, same
 from ..support.threaded import values
 
@@ -89,21 +90,18 @@ def test_load_state_dict_one_island_error(islands: Any) -> None:
         assert f"step {SAVED + 1}" in text and f"step {SAVED + 4}" in text, text
 
 
-def test_load_state_dict_cut_off_message_refused(islands: Any) -> None:
+@in_threads()
+def test_load_state_dict_cut_off_message_refused(topology: Any) -> None:
     """A state with a message that a loss cut off is refused, and the error names
     `attach(state=...)`.
     """
-
-    def run(topology: Any) -> None:
-        small = Small(topology, RESUMED["diloco, in flight"])
-        small.train(SAVED)
-        state = small.save()[2]
-        assert len(state["in_flight"]) == 1
-        state["in_flight"][0]["arrived"] = None
-        small.train(SAVED + 1)
-        with pytest.raises(ValueError, match=r"never came back.*attach\(state=...\)"):
-            small.exchange.load_state_dict(state)
-        assert small.exchange.step == SAVED + 1
-        small.exchange.finish()
-
-    islands(run)
+    small = Small(topology, RESUMED["diloco, in flight"])
+    small.train(SAVED)
+    state = small.save()[2]
+    assert len(state["in_flight"]) == 1
+    state["in_flight"][0]["arrived"] = None
+    small.train(SAVED + 1)
+    with pytest.raises(ValueError, match=r"never came back.*attach\(state=...\)"):
+        small.exchange.load_state_dict(state)
+    assert small.exchange.step == SAVED + 1
+    small.exchange.finish()

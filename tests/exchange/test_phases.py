@@ -17,7 +17,7 @@ from fsdp_demo.exchange import summary
 from fsdp_demo.exchange.plan import plan_memory
 from fsdp_demo.tools.inspect import settings
 
-from ..support.inside import in_ranks
+from ..support.inside import in_ranks, in_threads
 from ..support.threaded import islands, values
 
 
@@ -358,22 +358,14 @@ def test_phase_loss_at_switch(delay: int) -> None:
     assert torch.equal(model.weight, end)
 
 
-def test_phase_bytes_announced(run_ranks: Any) -> None:
+@in_threads()
+def test_phase_bytes_announced(topology: Any) -> None:
     """The bytes that are announced are those of the phase that sends most."""
-
-    def run(me: Any) -> Any:
-        def announced(island: int, topology: Any) -> Any:
-            exchange, *_ = begun(topology, steps=8, late_topk=2048)
-            found = summary._bytes_of_island(exchange._runtime)[0]
-            exchange.choose(exchange.config.at(4), None)
-            late = summary._bytes_of_island(exchange._runtime)[0]
-            exchange.detach()
-            return found, late
-
-        return values(islands(announced))
-
-    for found, late in run_ranks(run, 1, 1)[0]:
-        assert found == late and found[0] > 128
+    exchange, *_ = begun(topology, steps=8, late_topk=2048)
+    found = summary._bytes_of_island(exchange._runtime)[0]
+    exchange.choose(exchange.config.at(4), None)
+    assert found == summary._bytes_of_island(exchange._runtime)[0] and found[0] > 128
+    exchange.detach()
 
 
 def test_phase_behind_the_end(caplog: Any) -> None:

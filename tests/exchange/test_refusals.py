@@ -24,7 +24,7 @@ from fsdp_demo.hosts.torch_params import TURNS
 
 from ..support.heard import heard
 from ..support.inside import in_ranks, in_threads
-from ..support.two_layers import Net, equal, sgd
+from ..support.two_layers import Net, attached, equal, sgd
 
 AS_IS: dict[str, Any] = {"inner_optimizers": "as_is"}
 KINDS = {
@@ -57,14 +57,6 @@ def step(net: Net, optimizer: torch.optim.Optimizer, t: int = 0) -> None:
 
 def alone() -> Net:
     return Net(fsdp_demo.Topology())
-
-
-def attached(config: Any, topology: Any = None, **options: Any) -> tuple[Net, Any, Any]:
-    """A net, its optimizer and its exchange; alone without a topology."""
-    net = Net(topology) if topology else alone()
-    optimizer = sgd(net.parameters())
-    given = {"model": net, "topology": topology, **options}
-    return net, optimizer, fsdp_demo.attach(optimizer, config, **given)
 
 
 # ---- weights that are loaded after attach ------------------------------------------------------

@@ -21,6 +21,7 @@ from fsdp_demo.hosts.torch_params import TorchHost
 
 from ..support import threaded
 from ..support.accelerator import DEVICE, Accelerator, plug_in
+from ..support.inside import in_threads
 from ..support.threaded import values
 from ..support.two_layers import Net
 
@@ -54,45 +55,24 @@ def scheduled(factor: float) -> Make:
 
 UNLIKE: dict[str, tuple[Make, Make, str]] = {
     "class": (adamw(), sgd(), "optimizer0: {!r} here, {!r} there|AdamW|SGD"),
-    "betas": (
-        adamw(),
-        adamw(betas=(0.5, 0.999)),
-        "optimizer0.group0.betas: {} here, {} there|[0.9, 0.999]|[0.5, 0.999]",
-    ),
-    "decay": (
-        in_groups(0.1),
-        in_groups(0.0),
-        "optimizer0.group1.weight_decay: {} here, {} there|0.1|0.0",
-    ),
+    "betas": (adamw(), adamw(betas=(0.5, 0.999)),
+        "optimizer0.group0.betas: {} here, {} there|[0.9, 0.999]|[0.5, 0.999]"),
+    "decay": (in_groups(0.1), in_groups(0.0),
+        "optimizer0.group1.weight_decay: {} here, {} there|0.1|0.0"),
     "groups": (adamw(), in_groups(0.01), "optimizer0.groups: {} here, {} there|1|2"),
     "eps": (adamw(), adamw(eps=1e-6), "optimizer0.group0.eps: {} here, {} there|1e-08|1e-06"),
-    "amsgrad": (
-        adamw(),
-        adamw(amsgrad=True),
-        "optimizer0.group0.amsgrad: {} here, {} there|False|True",
-    ),
-    "momentum": (
-        sgd(momentum=0.9),
-        sgd(momentum=0.8),
-        "optimizer0.group0.momentum: {} here, {} there|0.9|0.8",
-    ),
-    "nesterov": (
-        sgd(momentum=0.9),
-        sgd(momentum=0.9, nesterov=True),
-        "optimizer0.group0.nesterov: {} here, {} there|False|True",
-    ),
+    "amsgrad": (adamw(), adamw(amsgrad=True),
+        "optimizer0.group0.amsgrad: {} here, {} there|False|True"),
+    "momentum": (sgd(momentum=0.9), sgd(momentum=0.8),
+        "optimizer0.group0.momentum: {} here, {} there|0.9|0.8"),
+    "nesterov": (sgd(momentum=0.9), sgd(momentum=0.9, nesterov=True),
+        "optimizer0.group0.nesterov: {} here, {} there|False|True"),
     "lr": (adamw(), adamw(lr=0.02), "optimizer0.group0.lr: {} here, {} there|0.01|0.02"),
-    "lr in a tensor": (
-        adamw(),
-        adamw(lr=torch.tensor(0.02)),
-        "optimizer0.group0.lr: {} here, {} there|0.01|0.02",
-    ),
-    "schedule": (
-        scheduled(1.0),
-        scheduled(0.5),
-        "optimizer0.group0.lr: {} here, {} there|0.01|0.005",
-    ),
-}
+    "lr in a tensor": (adamw(), adamw(lr=torch.tensor(0.02)),
+        "optimizer0.group0.lr: {} here, {} there|0.01|0.02"),
+    "schedule": (scheduled(1.0), scheduled(0.5),
+        "optimizer0.group0.lr: {} here, {} there|0.01|0.005"),
+}  # fmt: skip
 ALIKE: dict[str, tuple[Make, Make]] = {
     "kernels": (adamw(foreach=True), adamw(foreach=False)),
     "lr in a tensor": (adamw(lr=1e-3), adamw(lr=torch.tensor(1e-3))),
@@ -108,149 +88,118 @@ def islands(run_ranks: Any) -> Callable[..., list[Any]]:
     )[0]
 
 
-def test_attach_unlike_optimizers_refused(islands: Any) -> None:
+@in_threads()
+def test_attach_unlike_optimizers_refused(island: int, topology: Any) -> None:
     """Optimizers that differ between islands are refused with both values."""
-
-    def run(topology: Any) -> None:
-        me = topology.island
-        for name, (*makes, form) in UNLIKE.items():
-            text, *sides = form.split("|")
-            net = Net(topology)
-            with pytest.raises(ValueError, match="runs something else") as error:
-                fsdp_demo.attach(makes[me](net), CONFIG, model=net, topology=topology)
-            assert text.format(sides[me], sides[1 - me]) in str(error.value), (
-                name,
-                str(error.value),
-            )
-        for name, alike in ALIKE.items():
-            net = Net(topology)
-            exchange = fsdp_demo.attach(alike[me](net), CONFIG, model=net, topology=topology)
-            assert exchange._queue.watch.unlike is False, name
-            exchange.detach()
-
-    islands(run)
+    for name, (*makes, form) in UNLIKE.items():
+        text, *sides = form.split("|")
+        net = Net(topology)
+        with pytest.raises(ValueError, match="runs something else") as error:
+            fsdp_demo.attach(makes[island](net), CONFIG, model=net, topology=topology)
+        said = text.format(sides[island], sides[1 - island])
+        assert said in str(error.value), (name, str(error.value))
+    for name, alike in ALIKE.items():
+        net = Net(topology)
+        exchange = fsdp_demo.attach(alike[island](net), CONFIG, model=net, topology=topology)
+        assert exchange._queue.watch.unlike is False, name
+        exchange.detach()
 
 
-def test_attach_scheduled_rate_accepted(islands: Any) -> None:
+@in_threads()
+def test_attach_scheduled_rate_accepted(island: int, topology: Any) -> None:
     """The current learning rate may differ where an island resumes at another step. A schedule has
     moved the rate of the one that is further, and a cycle its momentum.
     """
-
-    def run(topology: Any) -> None:
-        step, lr = (40, 0.002) if topology.island else (0, 0.01)
-        for cyclic in (False, True):
-            net = Net(topology)
-            optimizer = sgd(lr=lr, momentum=0.9)(net)
-            if cyclic:
-                torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=50)
-                optimizer.param_groups[0]["momentum"] = 0.95 - 0.01 * topology.island
-                optimizer.param_groups[0]["lr"] = lr
-            exchange = fsdp_demo.attach(optimizer, CONFIG, model=net, topology=topology, step=step)
-            assert exchange.step == 40
-            exchange.detach()
-            with pytest.raises(ValueError, match="group0.lr: 0.0.* here, 0.0.* there"):
-                fsdp_demo.attach(optimizer, CONFIG, model=net, topology=topology, step=7)
-
-    islands(run)
+    step, lr = (40, 0.002) if island else (0, 0.01)
+    for cyclic in (False, True):
+        net = Net(topology)
+        optimizer = sgd(lr=lr, momentum=0.9)(net)
+        if cyclic:
+            torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=50)
+            optimizer.param_groups[0]["momentum"] = 0.95 - 0.01 * island
+            optimizer.param_groups[0]["lr"] = lr
+        exchange = fsdp_demo.attach(optimizer, CONFIG, model=net, topology=topology, step=step)
+        assert exchange.step == 40
+        exchange.detach()
+        with pytest.raises(ValueError, match="group0.lr: 0.0.* here, 0.0.* there"):
+            fsdp_demo.attach(optimizer, CONFIG, model=net, topology=topology, step=7)
 
 
-def test_attach_unlike_parameters_named(islands: Any) -> None:
+class Wide(Net):
+    def __init__(self, topology: Any):
+        super().__init__(topology)
+        self.b = torch.nn.Linear(64, 3 + topology.island)
+
+
+class More(Net):
+    def __init__(self, topology: Any):
+        super().__init__(topology)
+        if topology.island:
+            self.c = torch.nn.Linear(2, 2)
+
+
+def turned(net: Net) -> torch.optim.Optimizer:
+    order = list(net.parameters())
+    return torch.optim.SGD(order[::-1] if net.island else order, lr=0.01)
+
+
+def frozen(net: Net) -> torch.optim.Optimizer:
+    net.a.bias.requires_grad_(not net.island)
+    return sgd()(net)
+
+
+APART: list[tuple[type[Net], Make, str, str]] = [
+    (Wide, sgd(), "parameter 2 is {} here, {} there",
+        "b.weight [3, 64] float32, trained|b.weight [4, 64] float32, trained"),
+    (More, sgd(), "parameter 4 is {} here, {} there", "none|c.weight [2, 2] float32, trained"),
+    (Net, turned, "the same parameters in another order: parameter 0 is {} here, {} there",
+        "a.weight [64, 66]|b.bias [3]"),
+    (Net, frozen, "parameter 1 is {} here, {} there",
+        "a.bias [64] float32, trained|a.bias [64] float32, frozen"),
+]  # fmt: skip
+
+
+@in_threads()
+def test_attach_unlike_parameters_named(island: int, topology: Any) -> None:
     """The error names the first parameter that differs between islands."""
-
-    class Wide(Net):
-        def __init__(self, topology: Any):
-            super().__init__(topology)
-            self.b = torch.nn.Linear(64, 3 + topology.island)
-
-    class More(Net):
-        def __init__(self, topology: Any):
-            super().__init__(topology)
-            if topology.island:
-                self.c = torch.nn.Linear(2, 2)
-
-    def turned(net: Net) -> torch.optim.Optimizer:
-        order = list(net.parameters())
-        return torch.optim.SGD(order[::-1] if net.island else order, lr=0.01)
-
-    def frozen(net: Net) -> torch.optim.Optimizer:
-        net.a.bias.requires_grad_(not net.island)
-        return sgd()(net)
-
-    cases: list[tuple[type[Net], Make, str, str]] = [
-        (
-            Wide,
-            sgd(),
-            "parameter 2 is {} here, {} there",
-            "b.weight [3, 64] float32, trained|b.weight [4, 64] float32, trained",
-        ),
-        (More, sgd(), "parameter 4 is {} here, {} there", "none|c.weight [2, 2] float32, trained"),
-        (
-            Net,
-            turned,
-            "the same parameters in another order: parameter 0 is {} here, {} there",
-            "a.weight [64, 66]|b.bias [3]",
-        ),
-        (
-            Net,
-            frozen,
-            "parameter 1 is {} here, {} there",
-            "a.bias [64] float32, trained|a.bias [64] float32, frozen",
-        ),
-    ]
-
-    def run(topology: Any) -> None:
-        me = topology.island
-        for kind, make, form, both in cases:
-            net, sides = kind(topology), both.split("|")
-            with pytest.raises(ValueError, match="runs something else") as error:
-                fsdp_demo.attach(make(net), CONFIG, model=net, topology=topology)
-            for part in form.format("|", "|").split("|"):
-                assert part.strip() in str(error.value), str(error.value)
-            assert str(error.value).index(sides[me]) < str(error.value).rindex(sides[1 - me]), str(
-                error.value
-            )
-        low = Net(topology).to(torch.bfloat16 if me else torch.float32)
-        names = ["float32", "bfloat16"]
-        with pytest.raises(
-            ValueError,
-            match=rf"a.weight \[64, 66\] {names[me]}, trained here, a.weight \[64, 66\] "
-            rf"{names[1 - me]}",
-        ):
-            fsdp_demo.attach(sgd()(low), CONFIG, model=low, topology=topology)
-
-    islands(run)
+    for kind, make, form, both in APART:
+        net, sides = kind(topology), both.split("|")
+        with pytest.raises(ValueError, match="runs something else") as error:
+            fsdp_demo.attach(make(net), CONFIG, model=net, topology=topology)
+        text = str(error.value)
+        assert all(part.strip() in text for part in form.format("|", "|").split("|")), text
+        assert text.index(sides[island]) < text.rindex(sides[1 - island]), text
+    low = Net(topology).to(torch.bfloat16 if island else torch.float32)
+    mine, theirs = ("bfloat16", "float32") if island else ("float32", "bfloat16")
+    said = rf"a.weight \[64, 66\] {mine}, trained here, a.weight \[64, 66\] {theirs}"
+    with pytest.raises(ValueError, match=said):
+        fsdp_demo.attach(sgd()(low), CONFIG, model=low, topology=topology)
 
 
-def test_attach_unlike_island_named_to_all(islands: Any) -> None:
+class Odd(Net):
+    def __init__(self, topology: Any):
+        super().__init__(topology)
+        if topology.island == 1:
+            self.b = torch.nn.Linear(64, 9)
+        if topology.island == 2:
+            self.a = torch.nn.Linear(66, 64, bias=False)
+
+
+NAMED = (
+    ("island 1", "parameter 2 is b.weight [3, 64] float32, trained here, b.weight [9, 64]"),
+    ("island 0", "parameter 2 is b.weight [9, 64] float32, trained here, b.weight [3, 64]"),
+    ("3 parameters here, 4 there; parameter 1 is b.weight [3, 64] float32, trained here, a.bias "
+        "[64]",),
+)  # fmt: skip
+
+
+@in_threads(3)
+def test_attach_unlike_island_named_to_all(island: int, topology: Any) -> None:
     """Each of three islands gets an error that names one that differs."""
-
-    class Odd(Net):
-        def __init__(self, topology: Any):
-            super().__init__(topology)
-            if topology.island == 1:
-                self.b = torch.nn.Linear(64, 9)
-            if topology.island == 2:
-                self.a = torch.nn.Linear(66, 64, bias=False)
-
-    def run(topology: Any) -> str:
-        net = Odd(topology)
-        with pytest.raises(ValueError) as error:
-            fsdp_demo.attach(sgd()(net), CONFIG, model=net, topology=topology)
-        return str(error.value)
-
-    first, second, third = islands(run, 3)
-    assert (
-        "island 1" in first
-        and "parameter 2 is b.weight [3, 64] float32, trained here, b.weight [9, 64]" in first
-    )
-    assert (
-        "island 0" in second
-        and "parameter 2 is b.weight [9, 64] float32, trained here, b.weight [3, 64]" in second
-    )
-    assert (
-        "3 parameters here, 4 there; parameter 1 is b.weight [3, 64] float32, trained here, a.bias "
-        "[64]"
-    ) in third
+    net = Odd(topology)
+    with pytest.raises(ValueError) as error:
+        fsdp_demo.attach(sgd()(net), CONFIG, model=net, topology=topology)
+    assert all(part in str(error.value) for part in NAMED[island]), str(error.value)
 
 
 place = threading.local()  # whose island a thread is
@@ -276,10 +225,8 @@ def test_attach_unlike_machines_logged(islands: Any, everywhere: Any) -> None:
         exchange = fsdp_demo.attach(sgd()(net), CONFIG, model=net, topology=topology)
         me, you = topology.island, 1 - topology.island
         (line,) = lines
-        assert (
-            f"has processor kind {you}, here it is kind {me}" in line
-            and f"has torch 2.{you}, here it is 2.{me}" in line
-        )
+        assert f"has processor kind {you}, here it is kind {me}" in line
+        assert f"has torch 2.{you}, here it is 2.{me}" in line
         assert "last bit" in line and exchange._queue.watch.unlike is True
         exchange.detach()
 

@@ -12,6 +12,7 @@ import torch
 import fsdp_demo
 from fsdp_demo import preset
 
+from ..support.inside import in_threads
 from ..support.two_layers import Net, equal, sgd
 
 AS_IS: dict[str, Any] = {"inner_optimizers": "as_is"}
@@ -45,83 +46,72 @@ def momentum(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.01, momentum=0.9)
 
 
-def test_closure_one_backward_per_step_and_equal_parameters(islands: Any) -> None:
+@in_threads()
+def test_closure_one_backward_per_step_and_equal_parameters(topology: Any) -> None:
     """A closure is called once per step, and ends with the parameters of a step without one: by
     keyword, by position, and not at all, from within no_grad as well; `clip` is obeyed.
     """
-
-    def run(topology: Any) -> None:
-        for name, config in PRESETS.items():
-            ends = []
-            for way in ("keyword", "position", "plain"):
-                net = Net(topology)
-                optimizer = momentum(net.parameters())
-                exchange = fsdp_demo.attach(optimizer, config, model=net, topology=topology)
-                closure = Counted(net, optimizer)
-                for t in range(4):
-                    if way == "plain":
-                        closure()
-                        optimizer.step(closure=None)
-                        continue
-                    with torch.set_grad_enabled(t != 1):
-                        loss = (
-                            optimizer.step(closure=closure)
-                            if way == "keyword"
-                            else optimizer.step(closure)
-                        )
-                    assert closure.calls == t + 1 == exchange.step and isinstance(
-                        loss, torch.Tensor
-                    ), (name, way)
-                exchange.finish()
-                ends.append(net.copies())
-            assert equal(ends[0], ends[2]) and equal(ends[1], ends[2]), name
-
-    islands(run)
-
-
-def test_closure_is_clipped(islands: Any) -> None:
-    """Gradients of a closure are clipped: the step moves as little as `clip` says."""
-
-    def run(topology: Any) -> None:
-        net = Net(topology)
-        optimizer = sgd(net.parameters(), 1.0)
-        exchange = fsdp_demo.attach(
-            optimizer, preset("diloco", period=50, clip=0.01, **AS_IS), topology=topology
-        )
-        before = net.copies()
-        optimizer.step(Counted(net, optimizer))
-        moved = (
-            sum(float((a - b).square().sum()) for a, b in zip(net.copies(), before, strict=True))
-            ** 0.5
-        )
-        assert moved == pytest.approx(0.01, rel=1e-3)
-        exchange.detach()
-
-    islands(run)
-
-
-def test_closure_of_muon_adamw(islands: Any) -> None:
-    """A closure serves the combined optimizer of Muon and AdamW."""
-
-    def run(topology: Any) -> None:
+    for name, config in PRESETS.items():
         ends = []
-        for closures in (True, False):
+        for way in ("keyword", "position", "plain"):
             net = Net(topology)
-            optimizer = fsdp_demo.MuonAdamW(net.named_parameters(), lr=0.01)
-            exchange = fsdp_demo.attach(optimizer, "full", clip=0.1, model=net, topology=topology)
+            optimizer = momentum(net.parameters())
+            exchange = fsdp_demo.attach(optimizer, config, model=net, topology=topology)
             closure = Counted(net, optimizer)
-            for t in range(3):
-                if closures:
-                    optimizer.step(closure)
-                else:
+            for t in range(4):
+                if way == "plain":
                     closure()
-                    optimizer.step()
-                assert (closure.calls, exchange.step) == (t + 1, t + 1)
-            ends.append(net.copies())
+                    optimizer.step(closure=None)
+                    continue
+                with torch.set_grad_enabled(t != 1):
+                    loss = (
+                        optimizer.step(closure=closure)
+                        if way == "keyword"
+                        else optimizer.step(closure)
+                    )
+                assert closure.calls == t + 1 == exchange.step, (name, way)
+                assert isinstance(loss, torch.Tensor), (name, way)
             exchange.finish()
-        assert equal(*ends)
+            ends.append(net.copies())
+        assert equal(ends[0], ends[2]) and equal(ends[1], ends[2]), name
 
-    islands(run)
+
+@in_threads()
+def test_closure_is_clipped(topology: Any) -> None:
+    """Gradients of a closure are clipped: the step moves as little as `clip` says."""
+    net = Net(topology)
+    optimizer = sgd(net.parameters(), 1.0)
+    exchange = fsdp_demo.attach(
+        optimizer, preset("diloco", period=50, clip=0.01, **AS_IS), topology=topology
+    )
+    before = net.copies()
+    optimizer.step(Counted(net, optimizer))
+    moved = (
+        sum(float((a - b).square().sum()) for a, b in zip(net.copies(), before, strict=True)) ** 0.5
+    )
+    assert moved == pytest.approx(0.01, rel=1e-3)
+    exchange.detach()
+
+
+@in_threads()
+def test_closure_of_muon_adamw(topology: Any) -> None:
+    """A closure serves the combined optimizer of Muon and AdamW."""
+    ends = []
+    for closures in (True, False):
+        net = Net(topology)
+        optimizer = fsdp_demo.MuonAdamW(net.named_parameters(), lr=0.01)
+        exchange = fsdp_demo.attach(optimizer, "full", clip=0.1, model=net, topology=topology)
+        closure = Counted(net, optimizer)
+        for t in range(3):
+            if closures:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+            assert (closure.calls, exchange.step) == (t + 1, t + 1)
+        ends.append(net.copies())
+        exchange.finish()
+    assert equal(*ends)
 
 
 def test_closure_of_steps_that_do_not_count() -> None:

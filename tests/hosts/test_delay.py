@@ -9,6 +9,7 @@ import torch
 import fsdp_demo
 from fsdp_demo import preset
 
+from ..support.inside import in_threads
 from ..support.two_layers import AS_IS, Net, equal, sgd
 
 FULL = preset("full")
@@ -23,91 +24,79 @@ def fixed_gradients(net: Net, t: int) -> None:
         p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(key))
 
 
-def test_delay_of_a_gradient_is_tau_steps(islands) -> None:
+@in_threads()
+def test_delay_of_a_gradient_is_tau_steps(topology: Any) -> None:
     """A delayed gradient acts exactly tau steps later."""
-
-    def run(topology: Any) -> None:
-        for config in (FULL, DEMO):
-            histories = []
-            for tau in (0, 1, 3):
-                net = Net(topology)
-                optimizer = sgd(net.parameters())
-                exchange = fsdp_demo.attach(
-                    optimizer, config.changed({"schedule.delay": tau}), topology=topology
-                )
-                # before the first payload lands the parameters rest
-                history = [net.copies()] * (tau + 1)
-                for t in range(7):
-                    fixed_gradients(net, t)
-                    optimizer.step()
-                    assert len(exchange.state_dict()["in_flight"]) == min(tau, t + 1)
-                    if t < tau:
-                        assert equal(history[0], net.copies())
-                    else:
-                        history.append(net.copies())
-                assert exchange.metrics()["exchanges"] == 7
-                exchange.flush()
-                assert exchange.step == 7 and not exchange.state_dict()["in_flight"]
-                end = net.copies()
-                exchange.flush()
-                assert equal(end, net.copies())
-                histories.append((history[tau:], end))
-                exchange.finish()
-                assert equal(end, net.copies())
-            (now, end), *delayed = histories
-            for history, same_end in delayed:
-                assert all(equal(a, b) for a, b in zip(history, now, strict=False)) and equal(
-                    end, same_end
-                )
-
-    islands(run)
-
-
-def test_flush_clips_a_delayed_mean(islands) -> None:
-    """A mean that flush() brings is clipped as well."""
-
-    def run(topology: Any) -> None:
-        ends = []
-        for tau in (0, 2):
+    for config in (FULL, DEMO):
+        histories = []
+        for tau in (0, 1, 3):
             net = Net(topology)
-            optimizer = sgd(net.parameters(), 1.0)
+            optimizer = sgd(net.parameters())
             exchange = fsdp_demo.attach(
-                optimizer, FULL.changed({"schedule.delay": tau, "clip": 0.1}), topology=topology
+                optimizer, config.changed({"schedule.delay": tau}), topology=topology
             )
-            for t in range(4):
+            # before the first payload lands the parameters rest
+            history = [net.copies()] * (tau + 1)
+            for t in range(7):
                 fixed_gradients(net, t)
                 optimizer.step()
+                assert len(exchange.state_dict()["in_flight"]) == min(tau, t + 1)
+                if t < tau:
+                    assert equal(history[0], net.copies())
+                else:
+                    history.append(net.copies())
+            assert exchange.metrics()["exchanges"] == 7
             exchange.flush()
-            ends.append(net.copies())
+            assert exchange.step == 7 and not exchange.state_dict()["in_flight"]
+            end = net.copies()
+            exchange.flush()
+            assert equal(end, net.copies())
+            histories.append((history[tau:], end))
             exchange.finish()
-        assert equal(*ends)
+            assert equal(end, net.copies())
+        (now, end), *delayed = histories
+        for history, same_end in delayed:
+            assert all(equal(a, b) for a, b in zip(history, now, strict=False))
+            assert equal(end, same_end)
 
-    islands(run)
+
+@in_threads()
+def test_flush_clips_a_delayed_mean(topology: Any) -> None:
+    """A mean that flush() brings is clipped as well."""
+    ends = []
+    for tau in (0, 2):
+        net = Net(topology)
+        optimizer = sgd(net.parameters(), 1.0)
+        exchange = fsdp_demo.attach(
+            optimizer, FULL.changed({"schedule.delay": tau, "clip": 0.1}), topology=topology
+        )
+        for t in range(4):
+            fixed_gradients(net, t)
+            optimizer.step()
+        exchange.flush()
+        ends.append(net.copies())
+        exchange.finish()
+    assert equal(*ends)
 
 
-def test_delay_of_a_delta_is_tau_steps(islands) -> None:
+@in_threads()
+def test_delay_of_a_delta_is_tau_steps(topology: Any) -> None:
     """A delayed delta acts exactly tau steps later. period 3, tau 2: sent after steps 3, 6, landed
     after steps 5, 8; flush brings what is left.
     """
-
-    def run(topology: Any) -> None:
-        net = Net(topology)
-        optimizer = sgd(net.parameters())
-        exchange = fsdp_demo.attach(
-            optimizer, DILOCO.changed({"schedule.delay": 2}), topology=topology
-        )
-        (channel,) = exchange.channels
-        moved = []
-        for t in range(9):
-            before = channel.anchor.clone()
-            fixed_gradients(net, t)
-            optimizer.step()
-            moved.append(not torch.equal(before, channel.anchor))
-            assert exchange.digests_equal() == moved[-1]
-        assert moved == [False] * 4 + [True] + [False] * 2 + [True, False]
-        assert exchange.metrics()["exchanges"] == 3 and len(exchange.state_dict()["in_flight"]) == 1
-        exchange.flush()
-        assert exchange.digests_equal()
-        exchange.finish()
-
-    islands(run)
+    net = Net(topology)
+    optimizer = sgd(net.parameters())
+    exchange = fsdp_demo.attach(optimizer, DILOCO.changed({"schedule.delay": 2}), topology=topology)
+    (channel,) = exchange.channels
+    moved = []
+    for t in range(9):
+        before = channel.anchor.clone()
+        fixed_gradients(net, t)
+        optimizer.step()
+        moved.append(not torch.equal(before, channel.anchor))
+        assert exchange.digests_equal() == moved[-1]
+    assert moved == [False] * 4 + [True] + [False] * 2 + [True, False]
+    assert exchange.metrics()["exchanges"] == 3 and len(exchange.state_dict()["in_flight"]) == 1
+    exchange.flush()
+    assert exchange.digests_equal()
+    exchange.finish()

@@ -5,7 +5,6 @@ step is taken once more, and nothing is sent twice. Two islands as threads.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 import fsdp_demo
 from fsdp_demo import preset
 
+from ..support.inside import in_threads
 from ..support.two_layers import AS_IS, Net, equal, sgd
 
 GRADIENTS = {
@@ -47,12 +47,7 @@ class Failing:
             raise MemoryError("out of memory")
 
 
-def trained(
-    topology: Any,
-    config: Any,
-    recover: Callable[[Net, list[Any], Any], None] | None,
-    count: int = 1,
-) -> tuple[Net, Any]:
+def trained(topology, config, recover, count=1) -> tuple[Net, Any]:
     """Five steps; in the third the last optimizer of island 1 fails, and `recover` goes on."""
     net = Net(topology)
     parts = [net.parameters()] if count == 1 else [net.a.parameters(), net.b.parameters()]
@@ -100,44 +95,36 @@ WAYS = [another_batch, once_more, emptied, skipped]
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_failed_step_exchanged_gradients(islands: Any, count: int) -> None:
+@in_threads()
+def test_failed_step_exchanged_gradients(topology: Any, count: int) -> None:
     """Islands hold the bits of a run in which nothing has failed when a step is taken once more."""
-
-    def run(topology: Any) -> None:
-        for name, config in GRADIENTS.items():
-            undisturbed, exchange = trained(topology, config, None, count)
+    for name, config in GRADIENTS.items():
+        undisturbed, exchange = trained(topology, config, None, count)
+        exchange.finish()
+        exchanges = exchange.metrics()["exchanges"]
+        for way in WAYS:
+            net, exchange = trained(topology, config, way, count)
+            assert exchange.digests_equal(), (name, way)
             exchange.finish()
-            exchanges = exchange.metrics()["exchanges"]
-            for way in WAYS:
-                net, exchange = trained(topology, config, way, count)
-                assert exchange.digests_equal(), (name, way)
-                exchange.finish()
-                assert exchange.metrics()["exchanges"] == exchanges, (name, way)
-                assert equal(net.copies(), undisturbed.copies()), (name, way)
-
-    islands(run)
+            assert exchange.metrics()["exchanges"] == exchanges, (name, way)
+            assert equal(net.copies(), undisturbed.copies()), (name, way)
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_failed_step_delta(islands: Any, count: int) -> None:
+@in_threads()
+def test_failed_step_delta(topology: Any, count: int) -> None:
     """A delta is of whatever step was taken at last."""
-
-    def run(topology: Any) -> None:
-        for name, config in (DELTAS | TOGETHER).items():
-            for way in WAYS:
-                if count == 2 and way is another_batch:
-                    continue
-                net, exchange = trained(topology, config, way, count)
-                exchange.finish()
-                assert exchange.digests_equal(), (name, way)
-                assert exchange.metrics()["exchanges"] == 2, (name, way)
-
-    islands(run)
+    for name, config in (DELTAS | TOGETHER).items():
+        for way in WAYS:
+            if count == 2 and way is another_batch:
+                continue
+            net, exchange = trained(topology, config, way, count)
+            exchange.finish()
+            assert exchange.digests_equal(), (name, way)
+            assert exchange.metrics()["exchanges"] == 2, (name, way)
 
 
-def alone(
-    config: Any, count: int = 1
-) -> tuple[Net, list[torch.optim.Optimizer], fsdp_demo.exchange.exchange.Exchange, Failing]:
+def alone(config, count=1):
     net = Net(fsdp_demo.Topology())
     parts = [net.parameters()] if count == 1 else [net.a.parameters(), net.b.parameters()]
     optimizers = [sgd(p) for p in parts]
@@ -215,35 +202,32 @@ def test_failed_step_begun_again_sends_nothing_twice() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_failed_step_is_forgotten_by_a_rollback(islands: Any, count: int) -> None:
+@in_threads()
+def test_failed_step_is_forgotten_by_a_rollback(topology: Any, count: int) -> None:
     """A failed step is forgotten where a run is rolled back, to the very step in which it failed,
     too.
     """
-
-    def run(topology: Any) -> None:
-        for name, config in (GRADIENTS | DELTAS).items():
-            undisturbed, exchange = trained(topology, config, None, count)
-            exchange.finish()
-            net, kept = Net(topology), None
-            parts = [net.parameters()] if count == 1 else [net.a.parameters(), net.b.parameters()]
-            optimizers = [sgd(p) for p in parts]
-            exchange = fsdp_demo.attach(optimizers, config, model=net, topology=topology)
-            failing = Failing(optimizers[-1])
-            while exchange.step < LIMIT:
-                if exchange.step == 2 and kept is None:
-                    kept = copy.deepcopy((net.state_dict(), exchange.state_dict()))
-                    failing.armed = True
-                net.loss(exchange.step).backward()
-                try:
-                    for o in optimizers:
-                        o.step()
-                except MemoryError:
-                    assert kept is not None
-                    net.load_state_dict(kept[0])
-                    exchange.load_state_dict(kept[1])
+    for name, config in (GRADIENTS | DELTAS).items():
+        undisturbed, exchange = trained(topology, config, None, count)
+        exchange.finish()
+        net, kept = Net(topology), None
+        parts = [net.parameters()] if count == 1 else [net.a.parameters(), net.b.parameters()]
+        optimizers = [sgd(p) for p in parts]
+        exchange = fsdp_demo.attach(optimizers, config, model=net, topology=topology)
+        failing = Failing(optimizers[-1])
+        while exchange.step < LIMIT:
+            if exchange.step == 2 and kept is None:
+                kept = copy.deepcopy((net.state_dict(), exchange.state_dict()))
+                failing.armed = True
+            net.loss(exchange.step).backward()
+            try:
                 for o in optimizers:
-                    o.zero_grad()
-            exchange.finish()
-            assert equal(net.copies(), undisturbed.copies()), name
-
-    islands(run)
+                    o.step()
+            except MemoryError:
+                assert kept is not None
+                net.load_state_dict(kept[0])
+                exchange.load_state_dict(kept[1])
+            for o in optimizers:
+                o.zero_grad()
+        exchange.finish()
+        assert equal(net.copies(), undisturbed.copies()), name

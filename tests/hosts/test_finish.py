@@ -10,6 +10,7 @@ import pytest
 import fsdp_demo
 from fsdp_demo import preset
 
+from ..support.inside import in_threads
 from ..support.two_layers import AS_IS, Net, equal, sgd
 
 FULL = preset("full")
@@ -17,72 +18,63 @@ DEMO = preset("demo", topk=8, **AS_IS)
 DILOCO = preset("diloco", period=3, **AS_IS)
 
 
-def test_finish_may_be_called_twice(islands) -> None:
+@in_threads()
+def test_finish_may_be_called_twice(topology: Any) -> None:
     """finish() may be called twice, and training goes on after it."""
-
-    def run(topology: Any) -> None:
-        for config in (
-            FULL,
-            DILOCO,
-            preset("decoupled_momentum", rule="released", period=3, **AS_IS),
-        ):
-            net = Net(topology)
-            optimizer = sgd(net.parameters())
-            exchange = fsdp_demo.attach(optimizer, config, topology=topology)
-            for t in range(4):
-                net.loss(t).backward()
-                optimizer.step()
-            exchange.finish()
-            kept, metrics = net.copies(), exchange.metrics()
-            exchange.finish()
-            assert equal(kept, net.copies()) and metrics == exchange.metrics()
-            assert exchange.digests_equal() is (True if config.equal_after_exchange else None)
-            assert (exchange.drift is None) == config.equal_after_exchange and (
-                config.equal_after_exchange or exchange.drift > 0
-            )
-            with pytest.raises(RuntimeError, match="finished.*detach"):
-                optimizer.step()
-            for call in (exchange.flush, exchange.skip):
-                with pytest.raises(RuntimeError, match="finished"):
-                    call()
-            with exchange.outer_parameters(net):
-                assert equal(kept, net.copies())
-            exchange.state_dict()
-            exchange.detach()
-            exchange.detach()
+    for config in (
+        FULL,
+        DILOCO,
+        preset("decoupled_momentum", rule="released", period=3, **AS_IS),
+    ):
+        net = Net(topology)
+        optimizer = sgd(net.parameters())
+        exchange = fsdp_demo.attach(optimizer, config, topology=topology)
+        for t in range(4):
+            net.loss(t).backward()
             optimizer.step()
-            assert exchange.step == 4 and not equal(kept, net.copies())
+        exchange.finish()
+        kept, metrics = net.copies(), exchange.metrics()
+        exchange.finish()
+        assert equal(kept, net.copies()) and metrics == exchange.metrics()
+        assert exchange.digests_equal() is (True if config.equal_after_exchange else None)
+        assert (exchange.drift is None) == config.equal_after_exchange
+        assert config.equal_after_exchange or exchange.drift > 0
+        with pytest.raises(RuntimeError, match="finished.*detach"):
+            optimizer.step()
+        for call in (exchange.flush, exchange.skip):
+            with pytest.raises(RuntimeError, match="finished"):
+                call()
+        with exchange.outer_parameters(net):
+            assert equal(kept, net.copies())
+        exchange.state_dict()
+        exchange.detach()
+        exchange.detach()
+        optimizer.step()
+        assert exchange.step == 4 and not equal(kept, net.copies())
 
-    islands(run)
 
-
-def test_detach_leaves_a_plain_optimizer(islands) -> None:
+@in_threads()
+def test_detach_leaves_a_plain_optimizer(topology: Any) -> None:
     """After detach() the optimizer goes on as if there had never been an exchange; nothing is sent,
     nobody is waited for.
     """
-
-    def run(topology: Any) -> None:
-        for config in (DEMO, DILOCO, DEMO.changed({"schedule.delay": 2})):
-            net = Net(topology)
-            optimizer = sgd(net.parameters())
-            exchange = fsdp_demo.attach(optimizer, config, topology=topology)
-            for t in range(4):
-                net.loss(t).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            exchange.detach()
-            twin = copy.deepcopy(net)
-            other, messages = sgd(twin.parameters()), exchange.metrics()["messages"]
-            for t in range(4, 4 + 3 * (1 - topology.island)):  # island 0 alone
-                for n, o in ((net, optimizer), (twin, other)):
-                    n.loss(t).backward()
-                    o.step()
-                    o.zero_grad()
-            assert (
-                equal(net.copies(), twin.copies())
-                and exchange.metrics()["messages"] == messages
-                and exchange.step == 4
-            )
-            exchange.finish()
-
-    islands(run)
+    for config in (DEMO, DILOCO, DEMO.changed({"schedule.delay": 2})):
+        net = Net(topology)
+        optimizer = sgd(net.parameters())
+        exchange = fsdp_demo.attach(optimizer, config, topology=topology)
+        for t in range(4):
+            net.loss(t).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        exchange.detach()
+        twin = copy.deepcopy(net)
+        other, messages = sgd(twin.parameters()), exchange.metrics()["messages"]
+        for t in range(4, 4 + 3 * (1 - topology.island)):  # island 0 alone
+            for n, o in ((net, optimizer), (twin, other)):
+                n.loss(t).backward()
+                o.step()
+                o.zero_grad()
+        assert equal(net.copies(), twin.copies())
+        assert exchange.metrics()["messages"] == messages
+        assert exchange.step == 4
+        exchange.finish()

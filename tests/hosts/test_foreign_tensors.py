@@ -15,6 +15,8 @@ import fsdp_demo
 from fsdp_demo.hosts.base import is_foreign
 
 from ..support import threaded
+from ..support.heard import heard
+from ..support.inside import in_ranks
 from ..support.threaded import values
 
 
@@ -62,7 +64,8 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("preset", ["full", "diloco"])
 @pytest.mark.parametrize("everything", [True, False])
-def test_foreign_tensor_is_left_alone(run_ranks: Any, preset: str, everything: bool) -> None:
+@in_ranks(1, 1)
+def test_foreign_tensor_is_left_alone(me: Any, preset: str, everything: bool) -> None:
     """Quantized codes without their scales stay as each island has them. everything: the optimizer
     holds the frozen ones, too.
     """
@@ -82,18 +85,11 @@ def test_foreign_tensor_is_left_alone(run_ranks: Any, preset: str, everything: b
         assert all(map(torch.equal, net.own(), before))
         return [*first, *net.shared()]
 
-    def ranks(me: Any) -> bool:
-        lines: list[str] = []
-        handler = logging.Handler(logging.INFO)
-        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("fsdp_demo").addHandler(handler)
-        logging.getLogger("fsdp_demo").setLevel(logging.INFO)
-        one, two = values(threaded.islands(run))
-        said = [line for line in lines if "quantized weights are left alone" in line]
-        assert said and all("(3 tensors): wrapped (Coded), packed (Param" in s for s in said)
-        return all(map(torch.equal, one, two))
-
-    assert run_ranks(ranks, 1, 1) == [True]
+    lines = heard(logging.INFO)
+    one, two = values(threaded.islands(run))
+    said = [line for line in lines if "quantized weights are left alone" in line]
+    assert said and all("(3 tensors): wrapped (Coded), packed (Param" in s for s in said)
+    assert all(map(torch.equal, one, two))
 
 
 def test_foreign_tensor_is_recognised() -> None:

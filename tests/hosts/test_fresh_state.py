@@ -16,23 +16,14 @@ from fsdp_demo.checkpoint.sharded_state import load_tensors, save_tensors, tenso
 from fsdp_demo.hosts.optimizers import materialise
 
 OPTIMIZERS: dict[str, list[dict[str, Any]]] = {
-    "SGD": [
-        {},
-        {"weight_decay": 0.1},
-        {"momentum": 0.9, "weight_decay": 0.1},
+    "SGD": [{}, {"weight_decay": 0.1}, {"momentum": 0.9, "weight_decay": 0.1},
         {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True},
         {"momentum": 0.9, "maximize": True},
         {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1},
-        {"momentum": 0.9, "lr": torch.tensor(0.1)},
-    ],
-    "Adam": [
-        {},
-        {"weight_decay": 0.1},
-        {"weight_decay": 0.1, "decoupled_weight_decay": True},
-        {"weight_decay": 0.1, "amsgrad": True, "maximize": True},
-        {"eps": 0.0},
-        {"lr": torch.tensor(0.1), "weight_decay": 0.1},
-    ],
+        {"momentum": 0.9, "lr": torch.tensor(0.1)}],
+    "Adam": [{}, {"weight_decay": 0.1}, {"weight_decay": 0.1, "decoupled_weight_decay": True},
+        {"weight_decay": 0.1, "amsgrad": True, "maximize": True}, {"eps": 0.0},
+        {"lr": torch.tensor(0.1), "weight_decay": 0.1}],
     "AdamW": [{}, {"amsgrad": True}, {"lr": torch.tensor(0.1)}],
     "Adamax": [{"weight_decay": 0.1}],
     "NAdam": [{"weight_decay": 0.1}, {"weight_decay": 0.1, "decoupled_weight_decay": True}],
@@ -44,7 +35,7 @@ OPTIMIZERS: dict[str, list[dict[str, Any]]] = {
     "ASGD": [{"weight_decay": 0.1}],
     "Adafactor": [{"weight_decay": 0.1}],
     "Muon": [{}, {"nesterov": False}],
-}
+}  # fmt: skip
 # refused: it calls its closure several times; it takes sparse gradients alone
 OTHERS = {"LBFGS", "SparseAdam"}
 KERNELS: list[dict[str, Any]] = [{}, {"foreach": True}, {"foreach": False}, {"fused": True}]
@@ -95,9 +86,7 @@ def gradients(model: torch.nn.ParameterDict, step: int, late: int = 2) -> None:
             p.grad[:2] = torch.tensor([0.0, -0.0])
 
 
-def build(
-    name: str, options: dict[str, Any], model: torch.nn.ParameterDict
-) -> torch.optim.Optimizer:
+def build(name, options: dict[str, Any], model: torch.nn.ParameterDict) -> torch.optim.Optimizer:
     tensors = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     return getattr(torch.optim, name)(list(model.values()), **tensors)
 
@@ -171,9 +160,7 @@ def test_fresh_state_is_what_torch_would_make(name: str, options: dict[str, Any]
 @pytest.mark.parametrize(
     "name, options", [(n, o) for n, settings in OPTIMIZERS.items() for o in settings]
 )
-def test_fresh_state_takes_a_saved_replica(
-    name: str, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_fresh_state_takes_a_saved_replica(name, options: dict[str, Any], tmp_path: Path) -> None:
     """A replica is loaded into a fresh optimizer: what an optimizer makes at its first step only
     has to be there all the same when a run goes on.
     """

@@ -22,6 +22,8 @@ from fsdp_demo import MuonAdamW, preset
 from fsdp_demo.hosts.sharded_muon import ShardedMuon
 from fsdp_demo.tools.planner import choosing
 
+from ..support.inside import in_ranks
+
 
 class Tiny(nn.Module):
     """An embedding, two layers with biases, a head."""
@@ -128,19 +130,16 @@ def test_muon_adamw_arguments() -> None:
     patterns = MuonAdamW(Tiny().named_parameters(), adamw=("*",))
     assert [type(p).__name__ for p in patterns.parts] == ["AdamW"]
     optimizer = fsdp_demo.base_optimizer(preset("muloco"), Tiny().named_parameters())
-    assert (
-        isinstance(optimizer, MuonAdamW)
-        and optimizer.param_groups[0]["lr"] == 0.0224
-        and optimizer.param_groups[1]["lr"] == 4e-4
-    )
-    assert (
-        optimizer.param_groups[0]["momentum"] == 0.9
-        and optimizer.param_groups[0]["weight_decay"] == 1e-4
-    )
+    assert isinstance(optimizer, MuonAdamW)
+    assert optimizer.param_groups[0]["lr"] == 0.0224
+    assert optimizer.param_groups[1]["lr"] == 4e-4
+    assert optimizer.param_groups[0]["momentum"] == 0.9
+    assert optimizer.param_groups[0]["weight_decay"] == 1e-4
 
 
 @pytest.mark.parametrize("islands, procs", [(2, 1), (2, 2)])
-def test_muon_adamw_trains_as_two_optimizers(run_ranks, islands, procs):
+@in_ranks()
+def test_muon_adamw_trains_as_two_optimizers(me, islands, procs):
     """Two optimizers and the combined one train alike under an exchange."""
 
     def train(me: Any, combined: bool) -> dict[str, torch.Tensor]:
@@ -168,11 +167,9 @@ def test_muon_adamw_trains_as_two_optimizers(run_ranks, islands, procs):
         assert exchange.digests_equal()
         return whole(model)
 
-    def run(me):
-        return train(me, True), train(me, False)
-
-    for one, parts in run_ranks(run, islands, procs):
-        assert equal(one, parts)
+    one = train(me, True)
+    parts = train(me, False)
+    assert equal(one, parts)
 
 
 def test_muon_adamw_desloc_averages_states_of_each_part(run_ranks):
@@ -209,9 +206,8 @@ def test_muon_adamw_desloc_averages_states_of_each_part(run_ranks):
         return covered, states
 
     (covered, a), (_, b) = run_ranks(run, 2, 1)
-    assert covered["momentum_buffer"] == MATRICES and set(covered["exp_avg"]) == set(
-        covered["parameter"]
-    ) - set(MATRICES)
+    assert covered["momentum_buffer"] == MATRICES
+    assert set(covered["exp_avg"]) == set(covered["parameter"]) - set(MATRICES)
     for t in range(8):
         for name, every in (("momentum_buffer", 2), ("exp_avg", 4), ("exp_avg_sq", 8)):
             both = [n for n in a[t] if name in a[t][n]]

@@ -11,6 +11,7 @@ import torch
 import fsdp_demo
 from fsdp_demo import preset
 
+from ..support.inside import in_ranks
 from ..support.two_layers import AS_IS, Net, sgd
 
 LATE = r"gradients of optimizer 1 are new, or were changed.*all backward passes first.*each alone"
@@ -73,32 +74,29 @@ def test_turns_accept_writes_that_are_no_backward(kind: str = "full") -> None:
     exchange.detach()
 
 
-def test_turns_under_fsdp2(run_ranks: Any) -> None:
+@in_ranks()
+def test_turns_under_fsdp2(me: Any) -> None:
     """A backward between two steps is refused under FSDP2, too: gradients are DTensors, and FSDP2
     adds to the local part of one that is there.
     """
+    from torch.distributed.fsdp import fully_shard
 
-    def run(me: Any) -> None:
-        from torch.distributed.fsdp import fully_shard
-
-        for there in (True, False):
-            net = Net(fsdp_demo.Topology(island=me.island))
-            fully_shard(net, mesh=me.mesh())
-            first, second = sgd(net.a.parameters()), sgd(net.b.parameters())
-            os.environ["ISLAND_RUN"] += "+"
-            exchange = fsdp_demo.attach([first, second], "full", model=net)
-            x = torch.ones(2, 66)
-            net(x).sum().backward()
-            first.step()
+    for there in (True, False):
+        net = Net(fsdp_demo.Topology(island=me.island))
+        fully_shard(net, mesh=me.mesh())
+        first, second = sgd(net.a.parameters()), sgd(net.b.parameters())
+        os.environ["ISLAND_RUN"] += "+"
+        exchange = fsdp_demo.attach([first, second], "full", model=net)
+        x = torch.ones(2, 66)
+        net(x).sum().backward()
+        first.step()
+        second.step()
+        if not there:
+            second.zero_grad()
+        net(x).sum().backward()
+        first.step()
+        net(x).sum().backward()
+        with pytest.raises(RuntimeError, match=LATE):
             second.step()
-            if not there:
-                second.zero_grad()
-            net(x).sum().backward()
-            first.step()
-            net(x).sum().backward()
-            with pytest.raises(RuntimeError, match=LATE):
-                second.step()
-            assert exchange.step == 1
-            exchange.detach()
-
-    run_ranks(run)
+        assert exchange.step == 1
+        exchange.detach()

@@ -16,8 +16,9 @@ from fsdp_demo import preset
 from fsdp_demo.hosts.torch_params import TorchHost
 
 from ..support import threaded
+from ..support.heard import heard
 from ..support.threaded import values
-from ..support.two_layers import Net, sgd
+from ..support.two_layers import Net, attached, sgd
 
 AS_IS: dict[str, Any] = {"inner_optimizers": "as_is"}
 FULL = preset("full")
@@ -76,36 +77,21 @@ def named(name: str, base: type = torch.optim.SGD) -> Callable[[Any], torch.opti
     return lambda params: made(params, lr=0.01)
 
 
+KEEPS = {"AdamWScheduleFree": "z", "ScheduleFreeRAdam": "z", "MADGRAD": "x0", "DAdaptSGD": "x0"}
+KEEPS |= {"Ranger": "slow weights", "Ranger21": "slow weights"}
 COPIES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "apex": (FusedAdam, "FusedAdam keeps .*fp32 masters.*master_weights=False"),
-    "a group": (
-        lambda p: FusedAdam(p, in_group=True),
-        "FusedAdam keeps .*fp32 masters.*master_weights=False",
-    ),
-    "slow weights": (
-        lambda p: Lookahead(sgd(p)),
-        "Lookahead keeps .*slow weights.*leave it out, and step the SGD in it",
-    ),
-    "wrapped": (
-        lambda p: Accelerated(Lookahead(Accelerated(sgd(p)))),
-        "Lookahead keeps .*leave it out, and step the Accelerated in it",
-    ),
-    **{
-        name: (named(name), rf"{name} keeps .*\({copy}\).*torch.optim.AdamW")
-        for name, copy in {
-            "AdamWScheduleFree": "z",
-            "ScheduleFreeRAdam": "z",
-            "Ranger": "slow weights",
-            "Ranger21": "slow weights",
-            "MADGRAD": "x0",
-            "DAdaptSGD": "x0",
-        }.items()
-    },
-    "derived": (
-        named("Mine", type("SGDScheduleFree", (torch.optim.SGD,), {})),
-        r"Mine keeps .*\(z\)",
-    ),
-}
+    "a group": (lambda p: FusedAdam(p, in_group=True),
+        "FusedAdam keeps .*fp32 masters.*master_weights=False"),
+    "slow weights": (lambda p: Lookahead(sgd(p)),
+        "Lookahead keeps .*slow weights.*leave it out, and step the SGD in it"),
+    "wrapped": (lambda p: Accelerated(Lookahead(Accelerated(sgd(p)))),
+        "Lookahead keeps .*leave it out, and step the Accelerated in it"),
+    **{name: (named(name), rf"{name} keeps .*\({copy}\).*torch.optim.AdamW")
+        for name, copy in KEEPS.items()},
+    "derived": (named("Mine", type("SGDScheduleFree", (torch.optim.SGD,), {})),
+        r"Mine keeps .*\(z\)"),
+}  # fmt: skip
 
 
 def alone() -> Net:
@@ -162,9 +148,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[], int]:
     return lambda: sum("parameters were written between" in r.getMessage() for r in caplog.records)
 
 
-def train(
-    optimizer: Any, net: Net, steps: int, behind: Callable[[int], None] = lambda t: None
-) -> None:
+def train(optimizer, net: Net, steps: int, behind: Callable[[int], None] = lambda t: None) -> None:
     for t in range(steps):
         net.loss(t).backward()
         optimizer.step()
@@ -190,9 +174,7 @@ def test_second_copy_of_an_unknown_wrapper_is_said_once(kind: str, said: Callabl
 @pytest.mark.parametrize("kind", ["diloco", "local_sgd"])
 def test_rewritten_named_after_every_exchange(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """A write behind any exchange is said with the names of its tensors, each name once."""
-    net = alone()
-    optimizer = sgd(net.parameters())
-    exchange = fsdp_demo.attach(optimizer, WRITES[kind], model=net)
+    net, optimizer, exchange = attached(WRITES[kind])
 
     @torch.no_grad()
     def write(t: int) -> None:
@@ -211,9 +193,7 @@ def test_rewritten_named_after_every_exchange(kind: str, caplog: pytest.LogCaptu
 def test_rewritten_after_every_step_is_information(caplog: pytest.LogCaptureFixture) -> None:
     """A clamp of one small tensor after every step is one line of information, that names it."""
     caplog.set_level(logging.INFO, logger="fsdp_demo")
-    net = alone()
-    optimizer = sgd(net.parameters())
-    exchange = fsdp_demo.attach(optimizer, preset("diloco", period=4, **AS_IS), model=net)
+    net, optimizer, exchange = attached(preset("diloco", period=4, **AS_IS))
 
     @torch.no_grad()
     def clamp(t: int) -> None:
@@ -225,21 +205,14 @@ def test_rewritten_after_every_step_is_information(caplog: pytest.LogCaptureFixt
     assert found == ["INFO"] and "parameters were written" not in caplog.text
 
 
-def test_second_copy_on_one_island_is_said(
-    run_ranks: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_second_copy_on_one_island_is_said(run_ranks, caplog: pytest.LogCaptureFixture) -> None:
     """A write behind the exchange on one island is said there."""
 
     def run() -> list[str]:
-        found: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda r: found.append(r.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("fsdp_demo").addHandler(handler)
+        found = heard(logging.INFO)
 
         def island(i: int, topology: Any) -> None:
-            net = Net(topology)
-            optimizer = sgd(net.parameters())
-            exchange = fsdp_demo.attach(optimizer, WRITES["diloco"], model=net, topology=topology)
+            net, optimizer, exchange = attached(WRITES["diloco"], topology)
 
             @torch.no_grad()
             def clip(t: int) -> None:
@@ -260,9 +233,7 @@ ACTIONS = ("nothing", "flush", "evaluate", "steps aside", "accept", "load", "fro
 
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("kind", WRITES)
-def test_second_copy_warning_not_for_allowed_writes(
-    kind: str, action: str, said: Callable[[], int]
-) -> None:
+def test_second_copy_warning_not_for_allowed_writes(kind, action, said: Callable[[], int]) -> None:
     """Allowed writes behind the first exchange, after which parameters are compared, cause no
     warning.
     """

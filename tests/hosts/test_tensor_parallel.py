@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +43,7 @@ def stepped(model: torch.nn.Module, name: str, **changes: Any) -> dict[str, torc
     ("name", "changes"),
     [("demo", {"beta": 0.5}), ("full", {"clip": 1e-3}), ("full", {"clip": None})],
 )
-def test_tensor_parallel_partial_gradients_add_up(
-    run_ranks: Callable[..., Any], name: str, changes: dict[str, Any]
-) -> None:
+def test_tensor_parallel_partial_gradients_add_up(run_ranks, name, changes: dict[str, Any]) -> None:
     """Partial gradients are added up and counted once."""
 
     def run(me: Any) -> float:
@@ -75,9 +72,7 @@ def test_tensor_parallel_partial_gradients_add_up(
     assert max(run_ranks(run, 1, 2)) < (1e-9 if changes.get("clip") else 1e-6)
 
 
-def test_tensor_parallel_rows_under_fsdp2_keep_their_order(
-    run_ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_tensor_parallel_rows_under_fsdp2_keep_their_order(run_ranks, tmp_path: Path) -> None:
     """Rows that FSDP2 cuts behind tensor parallelism are joined in their order. Both cut dim 0,
     tensor parallelism first: rank 1 of four holds the third quarter.
     """

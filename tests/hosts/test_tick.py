@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 import fsdp_demo
 from fsdp_demo import preset
 
+from ..support.inside import in_threads
 from ..support.two_layers import AS_IS, Net, equal, sgd
 
 FULL = preset("full")
@@ -32,204 +33,175 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def test_tick_not_by_a_checkpoint(islands) -> None:
+@in_threads()
+def test_tick_not_by_a_checkpoint(topology: Any) -> None:
     """Checkpoints are no step: torch.distributed.checkpoint makes the state of an optimizer by a
     step of its own; accelerate and others go through it.
     """
+    for name, make in OPTIMIZERS.items():
+        for config in (FULL, DILOCO):
+            net = Net(topology)
+            optimizer = make(net.parameters())
+            exchange = fsdp_demo.attach(optimizer, config, model=net, topology=topology)
+            rates = [float(g["lr"]) for g in optimizer.param_groups]
 
-    def run(topology: Any) -> None:
-        for name, make in OPTIMIZERS.items():
-            for config in (FULL, DILOCO):
-                net = Net(topology)
-                optimizer = make(net.parameters())
-                exchange = fsdp_demo.attach(optimizer, config, model=net, topology=topology)
-                rates = [float(g["lr"]) for g in optimizer.param_groups]
+            def checkpoint(
+                steps: int,
+                net=net,
+                optimizer=optimizer,
+                exchange=exchange,
+                rates=rates,
+                name=name,
+            ) -> None:
+                kept, messages = net.copies(), exchange.metrics()["messages"]
+                state = get_optimizer_state_dict(net, optimizer)
+                set_optimizer_state_dict(net, optimizer, state)
+                get_state_dict(net, optimizer)
+                optimizer.load_state_dict(optimizer.state_dict())
+                exchange.state_dict()
+                assert (exchange.step, exchange.metrics()["messages"]) == (steps, messages), name
+                assert equal(kept, net.copies()), name
+                assert rates == [float(g["lr"]) for g in optimizer.param_groups], name
 
-                def checkpoint(
-                    steps: int,
-                    net=net,
-                    optimizer=optimizer,
-                    exchange=exchange,
-                    rates=rates,
-                    name=name,
-                ) -> None:
-                    kept, messages = net.copies(), exchange.metrics()["messages"]
-                    state = get_optimizer_state_dict(net, optimizer)
-                    set_optimizer_state_dict(net, optimizer, state)
-                    get_state_dict(net, optimizer)
-                    optimizer.load_state_dict(optimizer.state_dict())
-                    exchange.state_dict()
-                    assert (exchange.step, exchange.metrics()["messages"]) == (steps, messages), (
-                        name
-                    )
-                    assert equal(kept, net.copies()) and rates == [
-                        float(g["lr"]) for g in optimizer.param_groups
-                    ], name
-
-                checkpoint(0)
-                for t in range(4):
-                    net.loss(t).backward()
-                    if t == 2 and name != "sgd":
-                        checkpoint(t)  # gradients are there, too
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    checkpoint(t + 1)
-                assert exchange.metrics()["exchanges"] == (4 if config is FULL else 1), name
-                exchange.finish()
-
-    islands(run)
+            checkpoint(0)
+            for t in range(4):
+                net.loss(t).backward()
+                if t == 2 and name != "sgd":
+                    checkpoint(t)  # gradients are there, too
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpoint(t + 1)
+            assert exchange.metrics()["exchanges"] == (4 if config is FULL else 1), name
+            exchange.finish()
 
 
-def test_tick_not_by_eager_state(islands) -> None:
+@in_threads()
+def test_tick_not_by_eager_state(topology: Any) -> None:
     """State made at attach changes nothing: the first step is the one that an untouched optimizer
     takes.
     """
-
-    def run(topology: Any) -> None:
-        for name, make in OPTIMIZERS.items():
-            ends = []
-            for attached in (True, False):
-                net = Net(topology)
-                optimizer = make(net.parameters())
-                if attached:
-                    fsdp_demo.attach(
-                        optimizer, preset("diloco", period=50, **AS_IS), topology=topology
-                    )
-                for t in range(3):
-                    net.loss(t).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                ends.append(net.copies())
-            assert equal(*ends), name
-
-    islands(run)
-
-
-def test_tick_by_a_step_with_rate_zero(islands) -> None:
-    """A step with learning rate zero is a step, also where one island's gradients are all zero."""
-
-    def run(topology: Any) -> None:
-        for make in (OPTIMIZERS[n] for n in ("adamw", "sgd with momentum", "sgd")):
+    for name, make in OPTIMIZERS.items():
+        ends = []
+        for attached in (True, False):
             net = Net(topology)
             optimizer = make(net.parameters())
-            exchange = fsdp_demo.attach(optimizer, FULL, topology=topology)
-            for t, factor in enumerate((0.0, 0.5, 1.0)):
-                optimizer.param_groups[0]["lr"] = 0.01 * factor
-                (net.loss(t) * (topology.island if t == 0 else 1)).backward()
+            if attached:
+                fsdp_demo.attach(optimizer, preset("diloco", period=50, **AS_IS), topology=topology)
+            for t in range(3):
+                net.loss(t).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            assert (
-                exchange.step == 3
-                and exchange.metrics()["exchanges"] == 3
-                and exchange.digests_equal()
-            )
-            exchange.finish()
-
-    islands(run)
+            ends.append(net.copies())
+        assert equal(*ends), name
 
 
-def test_tick_not_by_a_micro_batch(islands) -> None:
-    """Nothing is sent on a micro-batch."""
-
-    def run(topology: Any) -> None:
-        for config, legs, period in ((FULL, 3, 1), (DEMO, 1, 1), (DILOCO, 3, 3)):
-            net = Net(topology)
-            optimizer = sgd(net.parameters())
-            exchange = fsdp_demo.attach(optimizer, config, topology=topology)
-            for step in range(6):
-                before = exchange.metrics()
-                for micro in range(4):
-                    (net.loss(10 * step + micro) / 4).backward()
-                    now = exchange.metrics()
-                    assert (now["messages"], now["bytes_sent"], now["step"]) == (
-                        before["messages"],
-                        before["bytes_sent"],
-                        step,
-                    )
-                optimizer.step()
-                optimizer.zero_grad()
-                assert exchange.metrics()["messages"] - before["messages"] == legs * (
-                    (step + 1) % period == 0
-                )
-            exchange.finish()
-
-    islands(run)
-
-
-def test_tick_exchanges_the_accumulated_gradient(islands) -> None:
-    """Under `full` the accumulated gradient is exchanged, not that of the last micro-batch."""
-
-    def run(topology: Any) -> None:
+@in_threads()
+def test_tick_by_a_step_with_rate_zero(topology: Any) -> None:
+    """A step with learning rate zero is a step, also where one island's gradients are all zero."""
+    for make in (OPTIMIZERS[n] for n in ("adamw", "sgd with momentum", "sgd")):
         net = Net(topology)
-        optimizer = sgd(net.parameters(), 1.0)
+        optimizer = make(net.parameters())
         exchange = fsdp_demo.attach(optimizer, FULL, topology=topology)
-        start = net.copies()
-        for micro in range(3):
-            net.loss(micro).backward()
-        optimizer.step()
-        both = [Net(fsdp_demo.Topology(island=i)) for i in range(2)]
-        for other in both:
-            for micro in range(3):
-                other.loss(micro).backward()
-        for p, s, x, y in zip(
-            net.parameters(), start, both[0].parameters(), both[1].parameters(), strict=True
-        ):
-            torch.testing.assert_close(p.detach(), s - (x.grad + y.grad) / 2)
+        for t, factor in enumerate((0.0, 0.5, 1.0)):
+            optimizer.param_groups[0]["lr"] = 0.01 * factor
+            (net.loss(t) * (topology.island if t == 0 else 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert exchange.step == 3
+        assert exchange.metrics()["exchanges"] == 3
+        assert exchange.digests_equal()
         exchange.finish()
 
-    islands(run)
 
-
-def test_tick_once_for_two_optimizers(islands) -> None:
-    """Two optimizers that step in turns are one step."""
-
-    def run(topology: Any) -> None:
-        for config in (FULL, DILOCO):
-            split, joint, ends = Net(topology), Net(topology), []
-            for net in (split, joint):
-                if net is split:
-                    optimizers = [sgd(net.a.parameters()), sgd(net.b.parameters())]
-                else:
-                    optimizers = [sgd(net.parameters())]
-                exchange = fsdp_demo.attach(optimizers, config, model=net, topology=topology)
-                for t in range(6):
-                    net.loss(t).backward()
-                    # the order does not matter
-                    for o in optimizers if t % 2 else reversed(optimizers):
-                        assert exchange.step == t
-                        o.step()
-                    for o in optimizers:
-                        o.zero_grad()
-                assert exchange.step == 6 and exchange.metrics()["exchanges"] == (
-                    6 if config is FULL else 2
-                )
-                ends.append(net.copies())
-                if net is split:
-                    net.loss(6).backward()
-                    optimizers[0].step()
-                    with pytest.raises(RuntimeError, match="stepped twice"):
-                        optimizers[0].step()
-                    with pytest.raises(RuntimeError, match="1 of 2"):
-                        exchange.skip()
-                exchange.detach()
-            assert equal(*ends)
-
-    islands(run)
-
-
-def test_tick_refuses_a_parameter_added_later(islands) -> None:
-    """A parameter that was added after attach is refused at the next step."""
-
-    def run(topology: Any) -> None:
+@in_threads()
+def test_tick_not_by_a_micro_batch(topology: Any) -> None:
+    """Nothing is sent on a micro-batch."""
+    for config, legs, period in ((FULL, 3, 1), (DEMO, 1, 1), (DILOCO, 3, 3)):
         net = Net(topology)
-        optimizer = sgd(net.a.parameters())
-        fsdp_demo.attach(optimizer, FULL, topology=topology)
-        optimizer.add_param_group({"params": list(net.b.parameters())})
-        net.loss(0).backward()
-        with pytest.raises(RuntimeError, match="attach again"):
+        optimizer = sgd(net.parameters())
+        exchange = fsdp_demo.attach(optimizer, config, topology=topology)
+        for step in range(6):
+            before = exchange.metrics()
+            for micro in range(4):
+                (net.loss(10 * step + micro) / 4).backward()
+                now = exchange.metrics()
+                assert (now["messages"], now["bytes_sent"], now["step"]) == (
+                    before["messages"],
+                    before["bytes_sent"],
+                    step,
+                )
             optimizer.step()
+            optimizer.zero_grad()
+            assert exchange.metrics()["messages"] - before["messages"] == legs * (
+                (step + 1) % period == 0
+            )
+        exchange.finish()
 
-    islands(run)
+
+@in_threads()
+def test_tick_exchanges_the_accumulated_gradient(topology: Any) -> None:
+    """Under `full` the accumulated gradient is exchanged, not that of the last micro-batch."""
+    net = Net(topology)
+    optimizer = sgd(net.parameters(), 1.0)
+    exchange = fsdp_demo.attach(optimizer, FULL, topology=topology)
+    start = net.copies()
+    for micro in range(3):
+        net.loss(micro).backward()
+    optimizer.step()
+    both = [Net(fsdp_demo.Topology(island=i)) for i in range(2)]
+    for other in both:
+        for micro in range(3):
+            other.loss(micro).backward()
+    for p, s, x, y in zip(
+        net.parameters(), start, both[0].parameters(), both[1].parameters(), strict=True
+    ):
+        torch.testing.assert_close(p.detach(), s - (x.grad + y.grad) / 2)
+    exchange.finish()
+
+
+@in_threads()
+def test_tick_once_for_two_optimizers(topology: Any) -> None:
+    """Two optimizers that step in turns are one step."""
+    for config in (FULL, DILOCO):
+        split, joint, ends = Net(topology), Net(topology), []
+        for net in (split, joint):
+            if net is split:
+                optimizers = [sgd(net.a.parameters()), sgd(net.b.parameters())]
+            else:
+                optimizers = [sgd(net.parameters())]
+            exchange = fsdp_demo.attach(optimizers, config, model=net, topology=topology)
+            for t in range(6):
+                net.loss(t).backward()
+                # the order does not matter
+                for o in optimizers if t % 2 else reversed(optimizers):
+                    assert exchange.step == t
+                    o.step()
+                for o in optimizers:
+                    o.zero_grad()
+            assert exchange.step == 6
+            assert exchange.metrics()["exchanges"] == (6 if config is FULL else 2)
+            ends.append(net.copies())
+            if net is split:
+                net.loss(6).backward()
+                optimizers[0].step()
+                with pytest.raises(RuntimeError, match="stepped twice"):
+                    optimizers[0].step()
+                with pytest.raises(RuntimeError, match="1 of 2"):
+                    exchange.skip()
+            exchange.detach()
+        assert equal(*ends)
+
+
+@in_threads()
+def test_tick_refuses_a_parameter_added_later(topology: Any) -> None:
+    """A parameter that was added after attach is refused at the next step."""
+    net = Net(topology)
+    optimizer = sgd(net.a.parameters())
+    fsdp_demo.attach(optimizer, FULL, topology=topology)
+    optimizer.add_param_group({"params": list(net.b.parameters())})
+    net.loss(0).backward()
+    with pytest.raises(RuntimeError, match="attach again"):
+        optimizer.step()
 
 
 def test_host_is_chosen_by_the_type_of_the_optimizer() -> None:

@@ -19,6 +19,7 @@ import fsdp_demo  # noqa: E402
 from fsdp_demo.checkpoint import load_exchange, save_exchange  # noqa: E402
 from fsdp_demo.integrations import accelerate as integration  # noqa: E402
 
+from ..support.inside import in_ranks
 from ..support.llama import llama  # noqa: E402
 
 # [micro-batch, rank, row, token]
@@ -64,16 +65,10 @@ def train(rank, shard, precision, tied):
     return {name: g.numpy() for name, g in grads.items()}, kinds, units, synced
 
 
-@pytest.mark.parametrize(
-    ("shard", "precision", "tied", "tolerance"),
-    [
-        (True, "no", False, 1e-5),
-        (True, "no", True, 1e-5),
-        (True, "bf16", False, 0.05),
-        (False, "no", False, 1e-5),
-        (False, "bf16", False, 0.05),
-    ],
-)
+@pytest.mark.parametrize(("shard", "precision", "tied", "tolerance"), [
+    (True, "no", False, 1e-5), (True, "no", True, 1e-5), (True, "bf16", False, 0.05),
+    (False, "no", False, 1e-5), (False, "bf16", False, 0.05),
+])  # fmt: skip
 def test_accelerate_gradient_mean_over_island(run_ranks, shard, precision, tied, tolerance):
     """The gradient is the mean over the ranks of the island."""
     expected = expected_gradients(tied)
@@ -113,9 +108,7 @@ def exchange_steps(rank):
     )
 
 
-def test_accelerate_islands_follow_one_process(
-    run_ranks,
-):
+def test_accelerate_islands_follow_one_process(run_ranks):
     """Two islands that Accelerate shards follow one process and send nothing on micro-batches."""
     model = llama()
     optimizer = fsdp_demo.base_optimizer(
@@ -145,22 +138,19 @@ def test_accelerate_one_process_unsharded():
     assert not any(isinstance(p, DTensor) for p in model.parameters())
 
 
-def test_accelerate_scheduler_once_per_call(run_ranks):
+@in_ranks(1, env={"ISLAND_COUNT": "1"})
+def test_accelerate_scheduler_once_per_call(me):
     """The scheduler advances once per call on islands of any size."""
-
-    def rate(rank):
-        accelerator = integration.accelerator()
-        model = llama()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        model, optimizer, scheduler = accelerator.prepare(
-            model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        )
-        accelerator.backward(model(input_ids=ROWS[0, 0], labels=ROWS[0, 0]).loss)
-        optimizer.step()
-        scheduler.step()
-        return scheduler.get_last_lr()
-
-    assert run_ranks(rate, islands=1, procs=2, env={"ISLAND_COUNT": "1"}) == [[0.5], [0.5]]
+    accelerator = integration.accelerator()
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer, scheduler = accelerator.prepare(
+        model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    )
+    accelerator.backward(model(input_ids=ROWS[0, 0], labels=ROWS[0, 0]).loss)
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.get_last_lr() == [0.5]
 
 
 def test_accelerate_refusals_name_cure(monkeypatch):
@@ -181,22 +171,19 @@ def test_accelerate_refusals_name_cure(monkeypatch):
     assert integration._use_cpu()
 
 
-def test_accelerate_moved_internals_named(run_ranks):
+@in_ranks(1, env={"ISLAND_COUNT": "1"})
+def test_accelerate_moved_internals_named(me):
     """The error names internals of Accelerate that a release has moved."""
-
-    def moved(rank):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Accelerator, "is_fsdp2", False)
-            patch.setattr(ParallelismConfig, "_validate_accelerator", lambda *_: None)
-            with pytest.raises(RuntimeError, match="did not turn FSDP2 on .*accelerate "):
-                integration.accelerator()
-        AcceleratorState._reset_state(True)
-        integration.accelerator(shard=False)
-        with pytest.raises(RuntimeError, match="model.embed_tokens.weight is not sharded"):
-            integration.check_axes(llama(), 2)
-        return os.environ["ACCELERATE_USE_FSDP"]
-
-    assert run_ranks(moved, islands=1, procs=2, env={"ISLAND_COUNT": "1"}) == ["false", "false"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Accelerator, "is_fsdp2", False)
+        patch.setattr(ParallelismConfig, "_validate_accelerator", lambda *_: None)
+        with pytest.raises(RuntimeError, match="did not turn FSDP2 on .*accelerate "):
+            integration.accelerator()
+    AcceleratorState._reset_state(True)
+    integration.accelerator(shard=False)
+    with pytest.raises(RuntimeError, match="model.embed_tokens.weight is not sharded"):
+        integration.check_axes(llama(), 2)
+    assert os.environ["ACCELERATE_USE_FSDP"] == "false"
 
 
 # ---- save and resume ---------------------------------------------------------------------------
@@ -263,21 +250,17 @@ def test_accelerate_resume_bit_for_bit(run_ranks, tmp_path):
     assert any((a != b).any() for a, b in zip(one, two, strict=True))  # own steps
 
 
-def test_accelerate_save_of_exchange_refused(run_ranks, tmp_path):
+@in_ranks(1, env={"ISLAND_COUNT": "1"})
+def test_accelerate_save_of_exchange_refused(me, tmp_path):
     """Accelerate does not save an exchange. It keeps the file of one rank for all: refused at the
     registration, or at the save of an Accelerator of the user's own, on every rank.
     """
-
-    def run(rank):
-        made = integration.accelerator(shard=False)
-        model = made.prepare(torch.nn.Linear(2, 2))
-        exchange = fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco", model=model)
-        with pytest.raises(ValueError, match="registered for checkpointing with Accelerate: each"):
-            made.register_for_checkpointing(exchange)
-        Accelerator.register_for_checkpointing(made, exchange)
-        with pytest.raises(ValueError, match=r"save_exchange\(FOLDER, exchange\) on every rank"):
-            made.save_state(tmp_path / "state")
-        exchange.detach()
-        return True
-
-    assert run_ranks(run, 1, 2, env={"ISLAND_COUNT": "1"}) == [True, True]
+    made = integration.accelerator(shard=False)
+    model = made.prepare(torch.nn.Linear(2, 2))
+    exchange = fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco", model=model)
+    with pytest.raises(ValueError, match="registered for checkpointing with Accelerate: each"):
+        made.register_for_checkpointing(exchange)
+    Accelerator.register_for_checkpointing(made, exchange)
+    with pytest.raises(ValueError, match=r"save_exchange\(FOLDER, exchange\) on every rank"):
+        made.save_state(tmp_path / "state")
+    exchange.detach()

@@ -152,11 +152,9 @@ def train(
                             {"own loss": loss.item(), **exchange.metrics()}, step=exchange.step
                         )
     handle.remove()
-    out["exchanges"], out["forwards"], out["names"] = (
-        exchange.metrics()["exchanges"],
-        len(forwards),
-        [s.name for s in exchange.host.params],
-    )
+    out["exchanges"] = exchange.metrics()["exchanges"]
+    out["forwards"] = len(forwards)
+    out["names"] = [s.name for s in exchange.host.params]
     exchange.finish()
     out["compiled"] = torch._dynamo.utils.counters["frames"]["ok"]
     out["equal"] = exchange.digests_equal()
@@ -238,10 +236,8 @@ def by_hand(clip=None, schedule=(1.0,) * WINDOWS):
 
 def test_accelerate_accumulation_is_one_step(islands):
     """Accumulated micro-batches are one step of the exchange."""
-    accumulated, at_once = (
-        islands("diloco", {"period": 2}),
-        islands("diloco", {"period": 2}, together=True),
-    )
+    accumulated = islands("diloco", {"period": 2})
+    at_once = islands("diloco", {"period": 2}, together=True)
     for result in accumulated:
         # a step per window, one exchange in two of them
         assert result["steps"] == [0, 1, 1, 2, 2, 3] and result["exchanges"] == 1
@@ -298,9 +294,8 @@ def test_accelerate_tracker_gets_metrics(islands):
             assert (stored, logged, ended) == ({}, [], False)
             continue
         assert stored == {"preset": "demo"} and ended and [step for step, _ in logged] == [1, 2, 3]
-        assert [values["step"] for _, values in logged] == [1, 2, 3] and logged[0][1][
-            "bytes_sent"
-        ] > 0
+        assert [values["step"] for _, values in logged] == [1, 2, 3]
+        assert logged[0][1]["bytes_sent"] > 0
         sent = [values["bytes_sent"] for _, values in logged]
         assert sent[1] == 2 * sent[0] and sent[2] == 3 * sent[0]
         assert all(
@@ -309,35 +304,21 @@ def test_accelerate_tracker_gets_metrics(islands):
         )
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        "layers",
-        pytest.param(
-            "regional",
-            marks=[
-                pytest.mark.slow,
-                pytest.mark.skipif(
-                    not hasattr(
-                        torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint"
-                    ),
-                    reason="Accelerate's FSDP2 sets what this torch does not have",
-                ),
-            ],
-        ),
-        "whole on island 0",
-    ],
-)
+@pytest.mark.parametrize("way", [
+    "layers",
+    pytest.param("regional", marks=[pytest.mark.slow,
+        pytest.mark.skipif(not hasattr(torch._dynamo.config,
+        "skip_fwd_side_effects_in_bwd_under_checkpoint"),
+        reason="Accelerate's FSDP2 sets what this torch does not have")]),
+    "whole on island 0",
+])  # fmt: skip
 def test_accelerate_compile_equals_eager(islands, way):
     """A compiled model trains as the eager one."""
-    eager, compiled_runs = (
-        islands("diloco", {"period": 2}),
-        islands("diloco", {"period": 2}, compile=way),
-    )
+    eager = islands("diloco", {"period": 2})
+    compiled_runs = islands("diloco", {"period": 2}, compile=way)
     for rank, (plain, result) in enumerate(zip(eager, compiled_runs, strict=True)):
-        assert plain["compiled"] == 0 and (result["compiled"] > 0) == (
-            way != "whole on island 0" or rank < 2
-        )
+        assert plain["compiled"] == 0
+        assert (result["compiled"] > 0) == (way != "whole on island 0" or rank < 2)
         assert result["steps"] == plain["steps"] and result["exchanges"] == plain["exchanges"] == 1
         assert result["names"] == plain["names"]
     assert differ(compiled_runs, eager) < 1e-4
@@ -356,20 +337,12 @@ def test_accelerate_activation_checkpointing(islands, way):
 def test_accelerate_checkpointing_compile_and_bf16(islands):
     """Activation checkpointing, compilation and bf16 work together."""
     everything = {"compile": "layers", "recompute": "model", "precision": "bf16"}
-    bf16, all_of_it, fp32 = (
-        islands("diloco", {"period": 2}, precision="bf16"),
-        islands("diloco", {"period": 2}, **everything),
-        islands("diloco", {"period": 2}),
-    )
+    bf16 = islands("diloco", {"period": 2}, precision="bf16")
+    all_of_it = islands("diloco", {"period": 2}, **everything)
+    fp32 = islands("diloco", {"period": 2})
     for result in all_of_it:
-        assert result["kinds"] == {(True, torch.float32, torch.float32)} and result["steps"] == [
-            0,
-            1,
-            1,
-            2,
-            2,
-            3,
-        ]
+        assert result["kinds"] == {(True, torch.float32, torch.float32)}
+        assert result["steps"] == [0, 1, 1, 2, 2, 3]
     assert 1e-6 < differ(bf16, fp32) < 0.05 and differ(all_of_it, bf16) < 0.05
 
 

@@ -27,6 +27,7 @@ from fsdp_demo.integrations.mesh import ExchangeParallelismConfig  # noqa: E402
 from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer  # noqa: E402
 
 from ..support import trainer_script as script  # noqa: E402
+from .test_trainer import history  # noqa: E402
 
 
 def small(tied=False, wide=False):
@@ -114,15 +115,17 @@ def trained(rank, preset, steps, at=(), sharded=False, finish=False, make=small,
         if step + 1 in at:
             with exchange.outer_parameters(model):
                 losses.append(held_out_loss(model))
-            save(
-                rank,
-                rank.folder / "run" / f"island{rank.island}" / f"checkpoint-{step + 1}",
-                model,
-                exchange,
-                sharded,
-            )
+            own = rank.folder / "run" / f"island{rank.island}"
+            save(rank, own / f"checkpoint-{step + 1}", model, exchange, sharded)
     exchange.finish()
     return losses, str(rank.folder / "run")
+
+
+def run_of(run_ranks, *args, islands=2, procs=1, **changes):
+    """The losses of all ranks, and the folder, of islands that have `trained`."""
+    options = {"islands": islands, "procs": procs, "timeout": 120}
+    out = run_ranks(lambda r: trained(r, *args, **changes), **options)
+    return [losses for losses, _ in out], Path(out[0][1])
 
 
 def loaded(folder):
@@ -147,44 +150,32 @@ def test_export_has_evaluated_loss(run_ranks, tmp_path, case, sharded):
     exchanges.
     """
     preset, changes, kind = PRESETS[case]
-    out = run_ranks(
-        lambda r: trained(r, preset, 6, [2, 6], sharded, **changes),
-        islands=2,
-        procs=2 if sharded else 1,
-        timeout=120,
-    )
-    run = out[0][1]
-    for step, loss in zip((2, 6), out[0][0], strict=True):
+    procs = 2 if sharded else 1
+    out, run = run_of(run_ranks, preset, 6, [2, 6], sharded, procs=procs, **changes)
+    for step, loss in zip((2, 6), out[0], strict=True):
         chosen = export(run, tmp_path / str(step), step=step)
         assert (chosen.kind, chosen.step) == (kind, step)
         assert abs(held_out_loss(loaded(tmp_path / str(step))) - loss) < 1e-6
-        assert all(abs(o[0][(2, 6).index(step)] - loss) < 1e-6 for o in out)
+        assert all(abs(o[(2, 6).index(step)] - loss) < 1e-6 for o in out)
     if kind != "parameters":  # it would not do to take an island's own parameters
-        own, ours = (
-            read_model(Path(run) / "island0" / "checkpoint-2"),
-            loaded(tmp_path / "2").state_dict(),
-        )
+        own = read_model(run / "island0" / "checkpoint-2")
+        ours = loaded(tmp_path / "2").state_dict()
         assert any(not torch.equal(own[name], ours[name]) for name in own)
 
 
 def test_export_of_safetensors_shards(run_ranks, tmp_path):
     """A model in several safetensors files is exported."""
-    out = run_ranks(
-        lambda r: trained(r, "local_sgd", 3, [3], "safetensors", period=2), islands=2, procs=2
-    )
-    export(out[0][1], tmp_path / "out")
-    assert abs(held_out_loss(loaded(tmp_path / "out")) - out[0][0][0]) < 1e-6
+    out, run = run_of(run_ranks, "local_sgd", 3, [3], "safetensors", procs=2, period=2)
+    export(run, tmp_path / "out")
+    assert abs(held_out_loss(loaded(tmp_path / "out")) - out[0][0]) < 1e-6
 
 
 def test_export_anchors_of_copies(run_ranks, tmp_path):
     """Ranks that hold copies of the model have the anchors together."""
-    out = run_ranks(
-        lambda r: trained(r, "diloco", 3, [3], make=lambda: small(wide=True), period=2),
-        islands=2,
-        procs=2,
-    )
-    export(out[0][1], tmp_path / "out")
-    assert abs(held_out_loss(loaded(tmp_path / "out")) - out[0][0][0]) < 1e-6
+    wide = {"make": lambda: small(wide=True), "period": 2}
+    out, run = run_of(run_ranks, "diloco", 3, [3], procs=2, **wide)
+    export(run, tmp_path / "out")
+    assert abs(held_out_loss(loaded(tmp_path / "out")) - out[0][0]) < 1e-6
 
 
 def test_export_tied_frozen_and_low_precision(run_ranks, tmp_path):
@@ -196,34 +187,23 @@ def test_export_tied_frozen_and_low_precision(run_ranks, tmp_path):
         return model
 
     for sharded in (False, True):
-        out = run_ranks(
-            lambda r, s=sharded: trained(r, "diloco", 3, [3], s, make=make, period=2),
-            islands=2,
-            procs=1 + sharded,
-        )
-        export(out[0][1], tmp_path / str(sharded))
+        options = {"make": make, "procs": 1 + sharded, "period": 2}
+        out, run = run_of(run_ranks, "diloco", 3, [3], sharded, **options)
+        export(run, tmp_path / str(sharded))
         model = loaded(tmp_path / str(sharded))
-        assert (
-            model.dtype == torch.bfloat16
-            and model.lm_head.weight is model.model.embed_tokens.weight
-        )
+        assert model.dtype == torch.bfloat16
+        assert model.lm_head.weight is model.model.embed_tokens.weight
         # the run's rotary frequencies are bf16, those of a loaded model fp32
-        assert abs(held_out_loss(model) - out[0][0][0]) < 2e-5
-        assert torch.equal(
-            model.model.layers[0].mlp.up_proj.weight, make().model.layers[0].mlp.up_proj.weight
-        )
+        assert abs(held_out_loss(model) - out[0][0]) < 2e-5
+        frozen, as_made = (m.model.layers[0].mlp.up_proj.weight for m in (model, make()))
+        assert torch.equal(frozen, as_made)
 
 
 def test_export_after_finish_of_any_island(run_ranks, tmp_path):
     """After `finish` every island holds the model."""
     for case in ("averages", "released"):
         preset, changes, _ = PRESETS[case]
-        out = run_ranks(
-            lambda r, p=preset, c=changes: trained(r, p, 5, [5], finish=True, **c),
-            islands=2,
-            procs=1,
-        )
-        run = Path(out[0][1])
+        _, run = run_of(run_ranks, preset, 5, [5], finish=True, **changes)
         export(run, tmp_path / case)
         export(run, tmp_path / f"{case}1", island=1)
         mine, one = (loaded(tmp_path / name).state_dict() for name in (case, f"{case}1"))
@@ -240,13 +220,10 @@ def refused(run, out, **keywords):
 
 def test_export_mean_needs_all_islands(run_ranks, tmp_path, caplog):
     """A model that is a mean needs the checkpoints of all islands."""
-    out = run_ranks(lambda r: trained(r, "local_sgd", 4, [2, 4], period=4), islands=2, procs=1)
-    run = Path(out[0][1])
+    _, run = run_of(run_ranks, "local_sgd", 4, [2, 4], period=4)
     (run / "island1" / "checkpoint-4").rename(tmp_path / "lost")
-    assert (
-        export(run, tmp_path / "older").step == 2
-        and "step 4 is not whole on all islands" in caplog.text
-    )
+    assert export(run, tmp_path / "older").step == 2
+    assert "step 4 is not whole on all islands" in caplog.text
     text = refused(run, tmp_path / "no", step=4)
     assert "not there (or not whole): island 1" in text and "--island 0" in text
     assert "of step 3: there are 2 and 4" in refused(run, tmp_path / "no", step=3)
@@ -254,13 +231,10 @@ def test_export_mean_needs_all_islands(run_ranks, tmp_path, caplog):
         run, tmp_path / "no", step=4, island=5
     )
     chosen = export(run, tmp_path / "one", step=4, island=0)
-    own, card = (
-        read_model(run / "island0" / "checkpoint-4"),
-        (tmp_path / "one" / "README.md").read_text(),
-    )
-    assert chosen.kind == "replica" and all(
-        torch.equal(t, own[n]) for n, t in loaded(tmp_path / "one").state_dict().items()
-    )
+    own = read_model(run / "island0" / "checkpoint-4")
+    card = (tmp_path / "one" / "README.md").read_text()
+    assert chosen.kind == "replica"
+    assert all(torch.equal(t, own[n]) for n, t in loaded(tmp_path / "one").state_dict().items())
     assert "those of island 0 alone, **not** the mean" in card
     one_checkpoint = export(run / "island0" / "checkpoint-4", tmp_path / "two", island=0)
     assert (one_checkpoint.kind, one_checkpoint.step) == ("replica", 4)
@@ -268,8 +242,7 @@ def test_export_mean_needs_all_islands(run_ranks, tmp_path, caplog):
 
 def test_export_takes_the_best_of_the_trainer(run_ranks, tmp_path, caplog, capsys):
     """Without --step the step is the one that the Trainer's newest state calls its best."""
-    out = run_ranks(lambda r: trained(r, "diloco", 6, [2, 4, 6], period=2), islands=2, procs=1)
-    run = Path(out[0][1])
+    _, run = run_of(run_ranks, "diloco", 6, [2, 4, 6], period=2)
     for island in (0, 1):
         for step, best in ((4, 2), (6, 4)):
             named = {"best_model_checkpoint": f"/moved/checkpoint-{best}", "best_metric": 2.5}
@@ -287,17 +260,12 @@ def test_export_takes_the_best_of_the_trainer(run_ranks, tmp_path, caplog, capsy
 
 def test_export_two_runs_refused(run_ranks, tmp_path):
     """A folder with two runs is refused."""
-    runs = [
-        run_ranks(lambda r, k=k: trained(r, "local_sgd", 2, [2], period=k), islands=1, procs=1)[0][
-            1
-        ]
-        for k in (1, 2)
-    ]
+    runs = [run_of(run_ranks, "local_sgd", 2, [2], islands=1, period=k)[1] for k in (1, 2)]
     export(runs[0], tmp_path / "alone")
     both = tmp_path / "both"
     both.mkdir()
     for i, run in enumerate(runs):
-        Path(run).rename(both / f"run{i}")
+        run.rename(both / f"run{i}")
     assert "are both of island 0 at one step" in refused(both, tmp_path / "no")
     for file in (both / "run0" / "island0" / "checkpoint-2" / "exchange").iterdir():
         file.unlink()
@@ -307,8 +275,7 @@ def test_export_two_runs_refused(run_ranks, tmp_path):
 
 def test_export_refusals_in_a_sentence(run_ranks, tmp_path):
     """A run that cannot be exported is refused in a sentence."""
-    out = run_ranks(lambda r: trained(r, "diloco", 3, [3], True, period=2), islands=1, procs=2)
-    run = Path(out[0][1])
+    _, run = run_of(run_ranks, "diloco", 3, [3], True, islands=1, procs=2, period=2)
     here = run / "island0" / "checkpoint-3"
     assert "no such folder" in refused(tmp_path / "nowhere", tmp_path / "no")
     (tmp_path / "empty").mkdir()
@@ -358,24 +325,16 @@ def test_export_of_trainer_run(run_ranks, tmp_path):
 
     def run(rank, fsdp):
         line = {"callbacks": [ExchangeCallback("diloco", period=3)]}
-        own = script.trainer(rank.folder / "out", line, fsdp=fsdp, max_steps=6)
-        own.train()
-        return [row["eval_loss"] for row in own.state.log_history if "eval_loss" in row], str(
-            rank.folder / "out"
-        )
+        own = script.trained(rank.folder / "out", line, fsdp=fsdp, max_steps=6)
+        return history(own, "eval_loss"), str(rank.folder / "out")
 
     for fsdp in (False, True):
         out = run_ranks(lambda r, f=fsdp: run(r, f), islands=2, procs=1 + fsdp, timeout=120)
         folder = tmp_path / f"out{fsdp}"
         words = () if not fsdp else ("--tokenizer", str(tmp_path / "outFalse"))
         assert cli.main(["export", out[0][1], str(folder), "--step", "4", *words]) == 0
-        assert {
-            "config.json",
-            "generation_config.json",
-            "model.safetensors",
-            "README.md",
-            "tokenizer.json",
-        } <= set(os.listdir(folder))
+        files = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+        assert {*files, "README.md"} <= set(os.listdir(folder))
         again = script.trainer(tmp_path / "again", {}, split=False)
         again.model = again.model_wrapped = loaded(folder)
         assert abs(again.evaluate()["eval_loss"] - out[0][0][0]) < 1e-6
@@ -384,24 +343,11 @@ def test_export_of_trainer_run(run_ranks, tmp_path):
             == script.tokenizer()("the of")["input_ids"]
         )
         card = (folder / "README.md").read_text()
-        wanted = [
-            "preset diloco: delta every 3",
-            "delta.schedule.sync_every=3",
-            "in its last start on 2 islands",
-            "| islands | 2 in the last start, each of",
-            "anchors",
-            "| step | 4 |",
-            "tokens",
-            "evaluation loss",
-        ]
-        wanted += [
-            "evaluation loss",
-            "bytes sent by an island",
-            "fsdp-demo 0",
-            f'from_pretrained("{folder.name}")',
-            "source: delta",
-            f"{out[0][0][0]:.4f}",
-        ]
+        wanted = ["preset diloco: delta every 3", "delta.schedule.sync_every=3", "anchors"]
+        wanted += ["in its last start on 2 islands", "| islands | 2 in the last start, each of"]
+        wanted += ["| step | 4 |", "tokens", "evaluation loss", "bytes sent by an island"]
+        wanted += ["fsdp-demo 0", f'from_pretrained("{folder.name}")', "source: delta"]
+        wanted += [f"{out[0][0][0]:.4f}"]
         assert [w for w in wanted if w not in card] == [], card
 
 
@@ -414,25 +360,15 @@ def test_export_of_trainer_mesh(run_ranks, tmp_path, case):
     changes = changes | ({"period": 3} if kind != "parameters" else {})
 
     def run(rank):
-        os.environ |= {
-            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
-            "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
-        }
+        os.environ |= dict(
+            PARALLELISM_CONFIG_DP_REPLICATE_SIZE="2", PARALLELISM_CONFIG_DP_SHARD_SIZE="2"
+        )
         line = {"callbacks": [ExchangeCallback(preset, **changes)]}
         if preset == "demo":
             line["optimizer_cls_and_kwargs"] = exchange_optimizer(preset, lr=4e-3)
-        own = script.trainer(
-            rank.folder / "out",
-            line,
-            fsdp=True,
-            axes=ExchangeParallelismConfig(),
-            split=False,
-            max_steps=6,
-        )
-        own.train()
-        return [row["eval_loss"] for row in own.state.log_history if "eval_loss" in row], str(
-            rank.folder / "out"
-        )
+        settings = dict(axes=ExchangeParallelismConfig(), split=False, max_steps=6)
+        own = script.trained(rank.folder / "out", line, fsdp=True, **settings)
+        return history(own, "eval_loss"), str(rank.folder / "out")
 
     out = run_ranks(run, islands=1, procs=4, timeout=120, env={"ISLAND_COUNT": ""})
     chosen = export(out[0][1], tmp_path / "out", step=4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -17,6 +16,8 @@ from fsdp_demo.integrations.trainer import ExchangeCallback  # noqa: E402
 
 from ..support import trainer_script as script  # noqa: E402
 from ..support.freed import left, references  # noqa: E402
+from ..support.heard import heard  # noqa: E402
+from ..support.inside import in_ranks
 from ..support.trainer_script import before_ranks  # noqa: E402, F401
 
 
@@ -40,33 +41,28 @@ def test_accelerate_frees_the_model(run_ranks: Any) -> None:
         assert not found
 
 
-def test_trainer_frees_the_model(run_ranks: Any) -> None:
+@in_ranks(2, 1)
+def test_trainer_frees_the_model(me: Any) -> None:
     """Of two Trainers in one process nothing is left; one that goes on from what `save_only_model`
     has left says what begins anew.
     """
+    said = heard()
 
-    def run(rank: Any) -> tuple[list[str], list[str], list[str]]:
-        said: list[str] = []
-        handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("fsdp_demo").addHandler(handler)
+    def life(steps: int, resume: bool) -> dict[str, Any]:
+        more = {"max_steps": steps, "save_only_model": True, "eval_strategy": "no"}
+        callback = ExchangeCallback("diloco", period=2)
+        trained = script.trained(
+            me.folder / "out", {"callbacks": [callback]}, resume=resume, **more
+        )
+        trained.accelerator.free_memory()
+        return references(
+            model=trained.model,
+            optimizer=trained.optimizer.optimizer,
+            exchange=callback.exchange,
+        )
 
-        def life(steps: int, resume: bool) -> dict[str, Any]:
-            more = {"max_steps": steps, "save_only_model": True, "eval_strategy": "no"}
-            callback = ExchangeCallback("diloco", period=2)
-            trained = script.trainer(rank.folder / "out", {"callbacks": [callback]}, **more)
-            trained.train(resume_from_checkpoint=resume)
-            trained.accelerator.free_memory()
-            return references(
-                model=trained.model,
-                optimizer=trained.optimizer.optimizer,
-                exchange=callback.exchange,
-            )
-
-        first, before = left(life, 4, False), list(said)
-        return first + left(life, 6, True), before, said
-
-    for found, before, said in run_ranks(run, 2, 1):
-        assert not found
-        assert not any("begin anew" in text for text in before)
-        assert any("checkpoint-4 holds no optimizer (save_only_model)" in text for text in said)
+    first, before = left(life, 4, False), list(said)
+    found = first + left(life, 6, True)
+    assert not found
+    assert not any("begin anew" in text for text in before)
+    assert any("checkpoint-4 holds no optimizer (save_only_model)" in text for text in said)

@@ -14,15 +14,11 @@ from fsdp_demo.integrations.data import split_dataset_by_island  # noqa: E402
 ISLANDS = [Topology("islands", island=i, islands=3) for i in range(3)]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Dataset.from_dict({"row": list(range(11))}),
-        lambda: [{"row": i} for i in range(11)],
-        lambda: torch.utils.data.Subset([{"row": i} for i in range(20)], range(11)),
-    ],
-    ids=["datasets", "list", "torch"],
-)
+@pytest.mark.parametrize("make", [
+    lambda: Dataset.from_dict({"row": list(range(11))}),
+    lambda: [{"row": i} for i in range(11)],
+    lambda: torch.utils.data.Subset([{"row": i} for i in range(20)], range(11)),
+], ids=["datasets", "list", "torch"])  # fmt: skip
 def test_split_dataset_equal_parts(make):
     """`split_dataset_by_island` deals rows in equal parts."""
     parts = [[row["row"] for row in split_dataset_by_island(make(), t)] for t in ISLANDS]

@@ -32,6 +32,8 @@ from fsdp_demo.integrations.trainer.session import Session  # noqa: E402
 from fsdp_demo.runlog.files import load  # noqa: E402
 
 from ..support import trainer_script as script  # noqa: E402
+from ..support.heard import heard  # noqa: E402
+from ..support.inside import in_ranks
 from ..support.pages import metric, metrics_table  # noqa: E402
 
 
@@ -43,56 +45,22 @@ def history(trained, key):
     return [row[key] for row in trained.state.log_history if key in row]
 
 
-def test_trainer_alone_is_plain_training(tmp_path, run_ranks):
+@in_ranks(1, 1, env={"ISLAND_COUNT": ""})
+def test_trainer_alone_is_plain_training(me):
     """Alone the Trainer trains as if the callback were not there."""
 
-    def run(rank, where, extra):
-        trained = script.trainer(rank.folder / where, extra)
-        trained.train()
-        files = sorted(
-            str(p.relative_to(rank.folder / where))
-            for p in (rank.folder / where).rglob("*")
-            if p.is_file()
-        )
-        return script.parameters(trained), trained.state.log_history, files, trained.args.output_dir
+    def run(where, extra):
+        trained, files = script.trained(me.folder / where, extra), (me.folder / where).rglob("*")
+        names = sorted(str(p.relative_to(me.folder / where)) for p in files if p.is_file())
+        return script.parameters(trained), trained.state.log_history, names, trained.args.output_dir
 
-    def both(rank):
-        return run(rank, "plain", {}), run(rank, "line", one_line("diloco", period=2))
-
-    ((plain, line),) = run_ranks(both, islands=1, procs=1, env={"ISLAND_COUNT": ""})
+    plain, line = run("plain", {}), run("line", one_line("diloco", period=2))
     assert torch.equal(plain[0], line[0]) and plain[2] == line[2]
     timed = ("runtime", "per_second", "train_loss")
     for a, b in zip(plain[1], line[1], strict=True):
-        assert {k: v for k, v in a.items() if not k.endswith(timed)} == {
-            k: v for k, v in b.items() if not k.endswith(timed)
-        }
+        a, b = ({k: v for k, v in row.items() if not k.endswith(timed)} for row in (a, b))
+        assert a == b
     assert line[3].endswith("/line")
-
-
-def two_islands(rank, preset, fsdp=False, **changes):
-    settings = changes.pop("settings", {})
-    trained = script.trainer(
-        rank.folder / "out", one_line(preset, **changes), fsdp=fsdp, **settings
-    )
-    trained.train()
-    exchange = script.exchange_of(trained)
-    return {
-        "whole": script.parameters(trained),
-        "eval": history(trained, "eval_loss"),
-        "loss": history(trained, "loss"),
-        "logs": {k for row in trained.state.log_history for k in row},
-        "step": exchange.step,
-        "exchanges": exchange.metrics()["exchanges"],
-        "equal": exchange.digests_equal(),
-        "folder": trained.args.output_dir,
-        "saved": sorted(
-            p.name for p in Path(trained.args.output_dir).glob("checkpoint-*/exchange/*")
-        ),
-        "run_name": trained.args.run_name,
-        "sharded": any(
-            hasattr(p, "to_local") for g in trained.optimizer.param_groups for p in g["params"]
-        ),
-    }
 
 
 class Poison(TrainerCallback):
@@ -116,24 +84,15 @@ def test_trainer_nan_step_skipped(run_ranks, procs, fsdp):
     def work(rank):
         lines = one_line("diloco", period=4)
         lines["callbacks"] += [Poison(2)] if rank.rank == procs else []
-        trained = script.trainer(rank.folder / "out", lines, fsdp=fsdp)
-        trained.train()
-        exchange = next(
-            c for c in trained.callback_handler.callbacks if isinstance(c, ExchangeCallback)
-        ).exchange
-        moments = [
-            v.to_local() if hasattr(v, "to_local") else v
-            for kept in trained.optimizer.state.values()
-            for v in kept.values()
-            if isinstance(v, torch.Tensor)
-        ]
-        finite = all(bool(v.isfinite().all()) for v in moments)
-        return script.parameters(trained), finite and len(moments) > 4, exchange.step
+        trained = script.trained(rank.folder / "out", lines, fsdp=fsdp)
+        kept = [v for state in trained.optimizer.state.values() for v in state.values()]
+        moments = [getattr(v, "to_local", lambda v=v: v)() for v in kept if torch.is_tensor(v)]
+        assert len(moments) > 4 and all(bool(v.isfinite().all()) for v in moments)
+        assert script.exchange_of(trained).step == 8
+        return script.parameters(trained)
 
     out = run_ranks(work, islands=2, procs=procs, timeout=120)
-    for whole, finite, step in out:
-        assert torch.equal(whole, out[0][0]) and bool(whole.isfinite().all())
-        assert finite and step == 8
+    assert all(torch.equal(whole, out[0]) and bool(whole.isfinite().all()) for whole in out)
 
 
 @pytest.mark.parametrize(
@@ -141,39 +100,40 @@ def test_trainer_nan_step_skipped(run_ranks, procs, fsdp):
 )
 def test_trainer_islands_train_one_model(run_ranks, procs, fsdp):
     """Two islands under the Trainer end with one model."""
-    out = run_ranks(
-        lambda rank: two_islands(rank, "diloco", fsdp, period=4),
-        islands=2,
-        procs=procs,
-        timeout=120,
-    )
-    for o in out:
-        assert torch.equal(o["whole"], out[0]["whole"]) and o["equal"] is True
-        assert (o["step"], o["sharded"]) == (8, fsdp) and o["exchanges"] == 2
-        # steps 4 and 8: the same outer parameters, the same rows
-        assert o["eval"] == out[0]["eval"] and len(o["eval"]) == 2
-        assert o["eval"][-1] < o["eval"][0] < 3.3
-        assert {
-            "exchange/bytes_sent",
-            "exchange/loss",
-            "exchange/seconds_waiting",
-            "eval_outer_parameters",
-        } <= o["logs"]
-        exchanged = {metric(name) for name in o["logs"] if name.startswith("exchange/")}
+
+    def work(rank):
+        trained = script.trained(rank.folder / "out", one_line("diloco", period=4), fsdp=fsdp)
+        exchange, folder = script.exchange_of(trained), Path(trained.args.output_dir)
+        assert (exchange.step, exchange.metrics()["exchanges"]) == (8, 2)
+        assert exchange.digests_equal() is True
+        params = [p for g in trained.optimizer.param_groups for p in g["params"]]
+        assert any(hasattr(p, "to_local") for p in params) == fsdp
+        losses = history(trained, "eval_loss")
+        assert len(losses) == 2 and losses[-1] < losses[0] < 3.3
+        logs = {k for row in trained.state.log_history for k in row}
+        wanted = ("bytes_sent", "loss", "seconds_waiting")
+        assert {"eval_outer_parameters", *(f"exchange/{name}" for name in wanted)} <= logs
+        exchanged = {metric(name) for name in logs if name.startswith("exchange/")}
         assert exchanged <= metrics_table().keys()
-        (left,) = load(o["folder"]).islands  # what `fsdp-demo report` reads
+        assert folder.name == f"island{rank.island}"
+        assert rank.island or trained.args.run_name.endswith("-island0")
+        return script.parameters(trained), losses, history(trained, "loss"), folder
+
+    out = run_ranks(work, islands=2, procs=procs, timeout=120)
+    for whole, losses, _, folder in out:
+        # the same outer parameters, the same rows
+        assert torch.equal(whole, out[0][0]) and losses == out[0][1]
+        (left,) = load(folder).islands  # what `fsdp-demo report` reads
         assert [e["step"] for e in left.exchanges] == [3, 7] and left.half == 0
         kinds = [e["kind"] for e in left.events]
         assert kinds[0] == "begin" and kinds[-1] == "finish" and kinds.count("evaluation") == 2
         assert left.lines and left.lines[-1]["loss"] > 0 and left.lines[-1]["tokens"] > 0
         assert left.summary is not None and left.summary["digests_equal"] is True
         assert left.summary["bytes_sent_per_island"] == left.lines[-1]["bytes_sent"] > 0
-    assert [Path(o["folder"]).name for o in out] == ["island0"] * procs + ["island1"] * procs
-    assert out[0]["saved"] == sorted(
-        f"rank{r}.{kind}" for r in range(procs) for _ in (4, 8) for kind in ("json", "safetensors")
-    )
-    # rows of their own
-    assert out[0]["run_name"].endswith("-island0") and out[0]["loss"] != out[-1]["loss"]
+        parts = sorted(p.name for p in folder.glob("checkpoint-*/exchange/*"))
+        wanted = [f"rank{r}.{end}" for r in range(procs) for end in ("json", "safetensors")]
+        assert parts == sorted(2 * wanted)  # steps 4 and 8
+    assert out[0][2] != out[-1][2]  # rows of their own
 
 
 @pytest.mark.parametrize("preset", ["demo", "stride", "muloco"])
@@ -182,29 +142,20 @@ def test_trainer_presets_with_own_optimizer(run_ranks, preset):
 
     def run(rank):
         changes = {"period": 4} if preset == "muloco" else {}
-        with pytest.raises(
-            ValueError,
-            match=rf'pass Trainer\(..., optimizer_cls_and_kwargs=exchange_optimizer\("{preset}", '
-            rf"lr=0.005\)\)",
-        ):
+        cure = rf'optimizer_cls_and_kwargs=exchange_optimizer\("{preset}", lr=0.005\)\)'
+        with pytest.raises(ValueError, match=rf"pass Trainer\(..., {cure}"):
             script.trainer(rank.folder / "refused", one_line(preset))
-        extra = one_line(preset, **changes) | {
-            "optimizer_cls_and_kwargs": exchange_optimizer(preset, lr=4e-3)
-        }
-        trained = script.trainer(rank.folder / "out", extra, fsdp=True)
-        trained.train()
-        exchange = script.exchange_of(trained)
-        return (
-            script.shards(trained),
-            type(exchange.optimizers[0]).__name__,
-            exchange.metrics()["exchanges"],
-            history(trained, "eval_loss"),
-        )
+        extra = one_line(preset, **changes)
+        extra["optimizer_cls_and_kwargs"] = exchange_optimizer(preset, lr=4e-3)
+        trained = script.trained(rank.folder / "out", extra, fsdp=True)
+        exchange, losses = script.exchange_of(trained), history(trained, "eval_loss")
+        made = type(exchange.optimizers[0]).__name__, exchange.metrics()["exchanges"]
+        assert made == (("MuonAdamW", 2) if preset == "muloco" else ("SGD", 8))
+        assert losses[-1] < losses[0]
+        return script.shards(trained)
 
     out = run_ranks(run, islands=2, procs=2, timeout=120)
-    assert torch.equal(out[0][0], out[2][0]) and torch.equal(out[1][0], out[3][0])
-    assert out[0][1:3] == (("MuonAdamW", 2) if preset == "muloco" else ("SGD", 8))
-    assert out[0][3][-1] < out[0][3][0]
+    assert torch.equal(out[0], out[2]) and torch.equal(out[1], out[3])
 
 
 class StopAt(TrainerCallback):
@@ -238,33 +189,24 @@ def test_trainer_stop_of_one_island_stops_all(run_ranks, event, preset, stops):
         if preset == "demo":
             extra["optimizer_cls_and_kwargs"] = exchange_optimizer(preset, lr=4e-3)
         wish = StopAt(4, event, rank.island == 1)
-        trained = script.trainer(rank.folder / "out", extra, callbacks=[wish], max_steps=20)
-        trained.train()
+        trained = script.trained(rank.folder / "out", extra, callbacks=[wish], max_steps=20)
         checkpoints = sorted(p.name for p in Path(trained.args.output_dir).glob("checkpoint-*"))
-        exchange = script.exchange_of(trained)
-        return (
-            trained.state.global_step,
-            script.parameters(trained),
-            checkpoints,
-            exchange.digests_equal(),
-        )
+        assert checkpoints == sorted(["checkpoint-4", f"checkpoint-{stops}"])
+        assert trained.state.global_step == stops
+        assert script.exchange_of(trained).digests_equal()
+        return script.parameters(trained)
 
-    out = run_ranks(run, islands=2, procs=1)
-    assert [o[0] for o in out] == [stops, stops] and torch.equal(out[0][1], out[1][1])
-    assert out[0][2] == out[1][2] == sorted(["checkpoint-4", f"checkpoint-{stops}"]) and out[0][3]
+    assert torch.equal(*run_ranks(run, islands=2, procs=1))
 
 
-@pytest.mark.parametrize(
-    "preset, changes, fsdp, slow",
-    [
-        ("diloco", {"period": 4}, False, False),
-        ("diloco", {"period": 50}, False, True),  # no exchange near
-        ("demo", {}, True, False),
-        ("decoupled_momentum", {"period": 4}, True, False),
-        # stops with fragments under way
-        ("streaming_diloco", {"period": 4, "delay": 2}, False, False),
-    ],
-)
+@pytest.mark.parametrize("preset, changes, fsdp, slow", [
+    ("diloco", {"period": 4}, False, False),
+    ("diloco", {"period": 50}, False, True),  # no exchange near
+    ("demo", {}, True, False),
+    ("decoupled_momentum", {"period": 4}, True, False),
+    # stops with fragments under way
+    ("streaming_diloco", {"period": 4, "delay": 2}, False, False),
+])  # fmt: skip
 def test_trainer_sigterm_saves_and_resumes(run_ranks, preset, changes, fsdp, slow):
     """All islands are told to end: each saves after its own step and ends with status 75, and what
     was cut off in between is made up for.
@@ -322,19 +264,18 @@ def test_trainer_resume_needs_exchange_state(run_ranks):
     """A resume without the state of the exchange is refused."""
 
     def run(rank):
-        script.trainer(rank.folder / "out", one_line("diloco", period=4)).train()
+        line = {"preset": "diloco", "period": 4}
+        script.trained(rank.folder / "out", one_line(**line))
         checkpoint = rank.folder / "out" / f"island{rank.island}" / "checkpoint-4"
         shutil.rmtree(checkpoint / "exchange")
         with pytest.raises(ValueError, match=r"was saved without the exchange.*fresh=True"):
-            script.trainer(rank.folder / "out", one_line("diloco", period=4)).train(
-                resume_from_checkpoint=str(checkpoint)
-            )
-        trained = script.trainer(rank.folder / "out", one_line("diloco", period=4, fresh=True))
-        trained.train(resume_from_checkpoint=str(checkpoint))
-        return trained.state.global_step, script.parameters(trained)
+            script.trained(rank.folder / "out", one_line(**line), resume=str(checkpoint))
+        again = one_line(**line, fresh=True)
+        trained = script.trained(rank.folder / "out", again, resume=str(checkpoint))
+        assert trained.state.global_step == 8
+        return script.parameters(trained)
 
-    out = run_ranks(run, islands=2, procs=1)
-    assert out[0][0] == 8 and torch.equal(out[0][1], out[1][1])
+    assert torch.equal(*run_ranks(run, islands=2, procs=1))
 
 
 def test_trainer_events_at_unlike_times(run_ranks):
@@ -342,36 +283,23 @@ def test_trainer_events_at_unlike_times(run_ranks):
     communication, too.
     """
 
-    def run(rank, preset, changes):
-        settings = {
-            "eval_steps": 3 + rank.island,
-            "logging_steps": 1 + rank.island,
-            "save_steps": 2 + 3 * rank.island,
-            "max_steps": 9,
-        }
-        trained = script.trainer(rank.folder / preset, one_line(preset, **changes), **settings)
-        trained.train()
+    def run(rank, preset):
+        i, line = rank.island, one_line(preset, period=4)
+        times = dict(eval_steps=3 + i, logging_steps=1 + i, save_steps=2 + 3 * i, max_steps=9)
+        trained = script.trained(rank.folder / preset, line, **times)
         return script.parameters(trained), history(trained, "eval_outer_parameters")
 
-    for preset, changes, shown in (
-        ("local_sgd", {"period": 4}, 0.0),
-        ("diloco", {"period": 4}, 1.0),
-    ):
-        out = run_ranks(run, islands=2, procs=1, args=(preset, changes))
-        assert torch.equal(out[0][0], out[1][0])
-        assert (
-            out[0][1] == [shown, shown, 1.0][: len(out[0][1])]
-            and len(out[0][1]) == 3
-            and shown in out[1][1]
-        )
+    for preset, shown in (("local_sgd", 0.0), ("diloco", 1.0)):
+        (one, first), (two, second) = run_ranks(run, islands=2, procs=1, args=(preset,))
+        assert torch.equal(one, two)
+        assert first == [shown, shown, 1.0] and shown in second
 
 
 def test_trainer_evaluates_mean_together(run_ranks):
     """A mean is evaluated where all islands evaluate."""
 
     def run(rank):
-        trained = script.trainer(rank.folder / "out", one_line("local_sgd", period=3))
-        trained.train()
+        trained = script.trained(rank.folder / "out", one_line("local_sgd", period=3))
         return (
             history(trained, "eval_loss"),
             history(trained, "eval_outer_parameters"),
@@ -385,11 +313,7 @@ def test_trainer_evaluates_mean_together(run_ranks):
 @pytest.mark.parametrize("procs, fsdp", [(1, False), (2, True)], ids=["single", "fsdp2"])
 def test_trainer_best_model_common(run_ranks, procs, fsdp):
     """The islands choose the best model together."""
-    best = {
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "loss",
-        "greater_is_better": False,
-    }
+    best = dict(load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=False)
 
     def run(rank):
         refused = script.trainer(
@@ -436,13 +360,12 @@ def test_trainer_best_model_last_sharded(run_ranks):
     """The last of sharded checkpoints may be the best."""
 
     def run(rank):
-        trained = script.trainer(
+        trained = script.trained(
             rank.folder / "out",
             one_line("diloco", period=2),
             fsdp=True,
             load_best_model_at_end=True,
         )
-        trained.train()
         best = trained.state.best_model_checkpoint
         return best and Path(best).name, script.parameters(trained)
 
@@ -455,17 +378,13 @@ def test_trainer_forgotten_split_warned(run_ranks):
     """A warning says that the rows were not split between the islands."""
 
     def run(rank, split, seed):
-        records = []
-        handler = logging.Handler()
-        handler.emit = lambda record: records.append(record.getMessage())
-        logging.getLogger("fsdp_demo").addHandler(handler)
+        records = heard(logging.INFO)
         settings = {
             "max_steps": 1,
             "eval_strategy": "no",
             "train_sampling_strategy": "sequential" if seed else "random",
         }
-        trained = script.trainer(rank.folder / "out", one_line("diloco"), split=split, **settings)
-        trained.train()
+        trained = script.trained(rank.folder / "out", one_line("diloco"), split=split, **settings)
         return [
             text for text in records if "split_dataset_by_island" in text
         ], trained.args.data_seed
@@ -523,45 +442,33 @@ def test_trainer_refusals_in_one_sentence(run_ranks, tmp_path):
         ExchangeCallback("diloco", clip=0.5)
 
 
-def test_trainer_islands_of_one_name_refused(run_ranks):
+@in_ranks(2, 1, env={"ISLAND_NAME": "here"})
+def test_trainer_islands_of_one_name_refused(me):
     """Islands of one name are refused."""
-
-    def run(rank):
-        with pytest.raises(ValueError, match=r"islands \[0, 1\] all have ISLAND_NAME='here'"):
-            script.trainer(rank.folder / "out", one_line("diloco")).train()
-
-    run_ranks(run, islands=2, procs=1, env={"ISLAND_NAME": "here"})
+    with pytest.raises(ValueError, match=r"islands \[0, 1\] all have ISLAND_NAME='here'"):
+        script.trained(me.folder / "out", one_line("diloco"))
 
 
-def test_trainer_stop_inside_epoch(run_ranks):
+@in_ranks(2, 1, timeout=120)
+def test_trainer_stop_inside_epoch(me):
     """The checkpoint of the stop holds the state before the last exchange, with fragments under
     way, and is not written over.
     """
-
-    def run(rank):
-        settings = {
-            "max_steps": -1,
-            "num_train_epochs": 3,
-            "save_strategy": "epoch",
-            "eval_strategy": "epoch",
-        }
-        out = []
-        for where, wish, resume in (
-            ("whole", False, None),
-            ("cut", rank.island == 1, None),
-            ("cut", False, True),
-        ):
-            stop = StopAt(4, "step", wish)
-            extra = one_line("streaming_diloco", period=4, delay=2)
-            trained = script.trainer(rank.folder / where, extra, callbacks=[stop], **settings)
-            trained.train(resume_from_checkpoint=resume)
-            out.append((trained.state.global_step, script.parameters(trained)))
-        return out
-
-    for whole, cut, resumed in run_ranks(run, islands=2, procs=1, timeout=120):
-        assert (
-            4 < cut[0] < 24 and whole[0] == resumed[0] == 24 and torch.equal(whole[1], resumed[1])
+    settings = dict(max_steps=-1, num_train_epochs=3, save_strategy="epoch", eval_strategy="epoch")
+    out = []
+    for where, wish, resume in (
+        ("whole", False, None),
+        ("cut", me.island == 1, None),
+        ("cut", False, True),
+    ):
+        stop = StopAt(4, "step", wish)
+        extra = one_line("streaming_diloco", period=4, delay=2)
+        trained = script.trained(
+            me.folder / where, extra, resume=resume, callbacks=[stop], **settings
         )
+        out.append((trained.state.global_step, script.parameters(trained)))
+    whole, cut, resumed = out
+    assert 4 < cut[0] < 24 and whole[0] == resumed[0] == 24 and torch.equal(whole[1], resumed[1])
 
 
 class EpochStop(TrainerCallback):
@@ -575,16 +482,10 @@ def test_trainer_data_end_early(run_ranks):
     """Islands whose data end early end with one model."""
 
     def run(rank):
-        settings = {
-            "max_steps": -1,
-            "num_train_epochs": 2,
-            "eval_strategy": "no",
-            "save_strategy": "no",
-        }
-        trained = script.trainer(
+        settings = dict(max_steps=-1, num_train_epochs=2, eval_strategy="no", save_strategy="no")
+        trained = script.trained(
             rank.folder / "out", one_line("diloco", period=5), callbacks=[EpochStop()], **settings
         )
-        trained.train()
         return trained.state.global_step, trained.state.max_steps, script.parameters(trained)
 
     first, second = run_ranks(run, islands=2, procs=1)
@@ -598,8 +499,7 @@ def test_trainer_twice_and_shared_arguments(run_ranks):
         patch = pytest.MonkeyPatch()  # of a rank, which ends with it
         patch.setattr("transformers.Trainer.push_to_hub", lambda self, **keywords: keywords)
         line = one_line("diloco", period=3)
-        trained = script.trainer(rank.folder / "out", line, max_steps=3, push_to_hub=False)
-        trained.train()
+        trained = script.trained(rank.folder / "out", line, max_steps=3, push_to_hub=False)
         trained.args.max_steps = 5
         trained.train()
         with pytest.raises(ValueError, match="belongs to another Trainer: make one for each"):
@@ -656,10 +556,9 @@ def test_trainer_sigterm_twice(run_ranks):
 
     def run(rank):
         callbacks = [Term()] if rank.island else []
-        trained = script.trainer(
+        trained = script.trained(
             rank.folder / "out", one_line("diloco", period=10), callbacks=callbacks, max_steps=20
         )
-        trained.train()
         return trained.state.global_step
 
     stays, killed = run_ranks(run, islands=2, procs=1, check=False)
@@ -667,7 +566,8 @@ def test_trainer_sigterm_twice(run_ranks):
 
 
 @pytest.mark.parametrize(("procs", "together"), [(1, True), (2, True), (2, False)])
-def test_trainer_weight_tokens_counts_labels(run_ranks, procs, together):
+@in_ranks()
+def test_trainer_weight_tokens_counts_labels(me, procs, together):
     """With reducer.weight=tokens two islands take the mean over all labels, as one process does,
     where rows have unlike numbers of them, ranks add theirs up or not, and steps accumulate.
     """
@@ -680,34 +580,31 @@ def test_trainer_weight_tokens_counts_labels(run_ranks, procs, together):
             found[-1]["labels"][: 11 if i % 2 == 0 else 1] = -100  # 2 or 12 are left
         return found
 
-    def run(rank):
-        made = rows(4 * procs)
-        script.fresh_state()
-        torch.manual_seed(0)
-        model = script.model()
-        reference = copy.deepcopy(model)
-        args = TrainingArguments(
-            str(rank.folder / "out"), max_steps=3, per_device_train_batch_size=1, use_cpu=True,
-            gradient_accumulation_steps=2, save_strategy="no", report_to=[], max_grad_norm=0.0,
-            lr_scheduler_type="constant", optim="sgd", learning_rate=0.5, disable_tqdm=True,
-            average_tokens_across_devices=together, logging_steps=1,
-        )  # fmt: skip
-        line = ExchangeCallback("full", **{"reducer.weight": "tokens"})
-        own = split_dataset_by_island(made)
-        trained = Trainer(model=model, args=args, train_dataset=own, callbacks=[line])
-        trained.train()
-        ids, labels = (torch.stack([row[name] for row in made]) for name in made[0])
-        optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
-        for _ in range(3):
-            reference(input_ids=ids, labels=labels).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        pairs = zip(model.parameters(), reference.parameters(), strict=True)
-        far = max((p - q).abs().max().item() for p, q in pairs)
-        return far, history(trained, "exchange/global_tokens")
-
-    for far, tokens in run_ranks(run, islands=2, procs=procs):
-        assert far < 1e-5 and tokens == [52 * procs * n for n in (1, 2, 3)]  # inputs, not labels
+    made = rows(4 * procs)
+    script.fresh_state()
+    torch.manual_seed(0)
+    model = script.model()
+    reference = copy.deepcopy(model)
+    args = TrainingArguments(
+        str(me.folder / "out"), max_steps=3, per_device_train_batch_size=1, use_cpu=True,
+        gradient_accumulation_steps=2, save_strategy="no", report_to=[], max_grad_norm=0.0,
+        lr_scheduler_type="constant", optim="sgd", learning_rate=0.5, disable_tqdm=True,
+        average_tokens_across_devices=together, logging_steps=1,
+    )  # fmt: skip
+    line = ExchangeCallback("full", **{"reducer.weight": "tokens"})
+    own = split_dataset_by_island(made)
+    trained = Trainer(model=model, args=args, train_dataset=own, callbacks=[line])
+    trained.train()
+    ids, labels = (torch.stack([row[name] for row in made]) for name in made[0])
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
+    for _ in range(3):
+        reference(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    far = max((p - q).abs().max().item() for p, q in pairs)
+    tokens = history(trained, "exchange/global_tokens")
+    assert far < 1e-5 and tokens == [52 * procs * n for n in (1, 2, 3)]  # inputs, not labels
 
 
 def test_trainer_weight_without_a_count():

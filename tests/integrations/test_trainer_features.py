@@ -20,6 +20,8 @@ from fsdp_demo.integrations.data import split_dataset_by_island  # noqa: E402
 from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer  # noqa: E402
 
 from ..support import trainer_script as script  # noqa: E402
+from ..support.heard import heard  # noqa: E402
+from ..support.inside import in_ranks
 from .test_trainer import history, one_line  # noqa: E402
 
 
@@ -37,10 +39,8 @@ def test_trainer_flags(tmp_path):
         "demo", ["codec.topk=16", "clip=3"]
     )
     assert keywords["optimizer_cls_and_kwargs"][1]["lr"] == 5e-5
-    assert (
-        set(ExchangeArguments("diloco").trainer()) == {"callbacks"}
-        and ExchangeArguments().trainer() == {}
-    )
+    assert set(ExchangeArguments("diloco").trainer()) == {"callbacks"}
+    assert ExchangeArguments().trainer() == {}
     with pytest.raises(ValueError, match="--set clip=3 changes an exchange, but there is none"):
         ExchangeArguments(set=["clip=3"]).config()
     path = tmp_path / "mine.yaml"
@@ -60,94 +60,48 @@ class Epochs(TrainerCallback):
         self.clip.append(args.max_grad_norm)
 
 
-@pytest.mark.parametrize(
-    "preset, settings",
-    [
-        (
-            "full",
-            {
-                "max_grad_norm": 0.3,
-                "max_steps": -1,
-                "num_train_epochs": 1,
-                "eval_strategy": "epoch",
-            },
-        ),
-        ("muloco", {"bf16": True}),
-        (
-            "decoupled_momentum",
-            {
-                "gradient_accumulation_steps": 2,
-                "activation_checkpointing": True,
-                "eval_on_start": True,
-            },
-        ),
-        ("streaming_diloco", {"torch_compile": True, "torch_compile_backend": "eager"}),
-        ("desloc", {"eval_strategy": "epoch", "save_strategy": "epoch"}),
-    ],
-)
+@pytest.mark.parametrize("preset, settings", [
+    ("full",
+        {"max_grad_norm": 0.3, "max_steps": -1, "num_train_epochs": 1, "eval_strategy": "epoch"}),
+    ("muloco", {"bf16": True}),
+    ("decoupled_momentum", {"gradient_accumulation_steps": 2, "activation_checkpointing": True,
+        "eval_on_start": True}),
+    ("streaming_diloco", {"torch_compile": True, "torch_compile_backend": "eager"}),
+    ("desloc", {"eval_strategy": "epoch", "save_strategy": "epoch"}),
+])  # fmt: skip
 def test_trainer_features_beside_exchange(run_ranks, preset, settings):
     """Features of the Trainer work beside an exchange."""
 
     def run(rank):
-        changes = {
-            "streaming_diloco": {"period": 4, "delay": 1},
-            "desloc": {"period": 2},
-            "full": {},
-        }.get(preset, {"period": 2})
-        extra = one_line(preset, **changes)
+        odd = {"streaming_diloco": {"period": 4, "delay": 1}, "full": {}}
+        changes = odd.get(preset, {"period": 2})
+        extra, seen = one_line(preset, **changes), Epochs()
         if preset == "muloco":
             extra["optimizer_cls_and_kwargs"] = exchange_optimizer(preset, lr=5e-3, **changes)
-        seen = Epochs()
-        trained = script.trainer(
-            rank.folder / "out",
-            extra,
-            fsdp=preset != "streaming_diloco",
-            callbacks=[seen],
-            **settings,
-        )
-        trained.train()
+        options = {"fsdp": preset != "streaming_diloco", "callbacks": [seen], **settings}
+        trained = script.trained(rank.folder / "out", extra, **options)
         exchange = script.exchange_of(trained)
-        args = trained.args
-        equal = exchange.digests_equal()
-        return (
-            exchange.step,
-            trained.state.max_steps,
-            equal,
-            seen.clip[0],
-            args.max_grad_norm,
-            history(trained, "eval_loss"),
-            exchange.clips,
-        )
+        assert exchange.step == trained.state.max_steps and exchange.digests_equal() is True
+        clipped = (0.0, 0.3) if preset == "full" else (1.0, 1.0)
+        assert (seen.clip[0], trained.args.max_grad_norm) == clipped
+        assert ("0.3 clips the mean gradient" in exchange.clips) == (preset == "full")
+        return history(trained, "eval_loss")
 
     out = run_ranks(run, islands=2, procs=1 if preset == "streaming_diloco" else 2, timeout=120)
-    for step, steps, equal, within, after, losses, clips in out:
-        assert step == steps and equal is True and losses == out[0][5] and losses
-        assert (within, after) == ((0.0, 0.3) if preset == "full" else (1.0, 1.0))
-        assert ("0.3 clips the mean gradient" in clips) == (preset == "full")
+    assert out[0] and all(losses == out[0] for losses in out)
 
 
-def test_trainer_only_island_0_pushes(run_ranks):
+@in_ranks(2, 1)
+def test_trainer_only_island_0_pushes(me):
     """Island 0 alone pushes to the hub."""
-
-    def run(rank):
-        records = []
-        handler = logging.Handler()
-        handler.emit = lambda record: records.append(record.getMessage())
-        logging.getLogger("fsdp_demo").addHandler(handler)
-        logging.getLogger("fsdp_demo").setLevel(logging.INFO)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("transformers.Trainer.init_hf_repo", lambda self, token=None: None)
-            patch.setattr("transformers.Trainer.push_to_hub", lambda self, **keywords: "pushed")
-            trained = script.trainer(rank.folder / "out", one_line("diloco"), push_to_hub=True)
-            return (
-                trained.args.push_to_hub,
-                trained.push_to_hub(),
-                [text for text in records if "does not push" in text],
-            )
-
-    first, second = run_ranks(run, islands=2, procs=1)
-    assert first == (True, "pushed", []) and second[:2] == (False, None)
-    assert second[2] == ["island1 does not push to the hub: island 0 does"]
+    records, patch = heard(logging.INFO), pytest.MonkeyPatch()  # of a rank, which ends with it
+    patch.setattr("transformers.Trainer.init_hf_repo", lambda self, token=None: None)
+    patch.setattr("transformers.Trainer.push_to_hub", lambda self, **keywords: "pushed")
+    trained = script.trainer(me.folder / "out", one_line("diloco"), push_to_hub=True)
+    pushed = trained.args.push_to_hub, trained.push_to_hub()
+    assert pushed == ((False, None) if me.island else (True, "pushed"))
+    said = [text for text in records if "does not push" in text]
+    assert said == ["island1 does not push to the hub: island 0 does"] * me.island
 
 
 class Plain(torch.nn.Module):
@@ -176,15 +130,10 @@ def test_trainer_plain_module_saves_and_resumes(run_ranks, config):
         def train(steps, resume=None):
             os.environ["ISLAND_RUN"] += f"-{steps}"
             args = TrainingArguments(
-                str(rank.folder / "out"),
-                max_steps=steps,
-                per_device_train_batch_size=4,
-                lr_scheduler_type="constant",
-                save_steps=2,
-                report_to=[],
-                use_cpu=True,
+                str(rank.folder / "out"), max_steps=steps, per_device_train_batch_size=4,
+                lr_scheduler_type="constant", save_steps=2, report_to=[], use_cpu=True,
                 disable_tqdm=True,
-            )
+            )  # fmt: skip
             line = one_line("diloco", period=2)
             trained = Trainer(Plain(config), args, train_dataset=rows, **line)
             trained.train(resume_from_checkpoint=resume)
@@ -193,43 +142,36 @@ def test_trainer_plain_module_saves_and_resumes(run_ranks, config):
         train(4)
         return script.parameters(train(6, True))
 
-    first, second = run_ranks(run, islands=2, procs=1)
-    assert torch.equal(first, second)
+    assert torch.equal(*run_ranks(run, islands=2, procs=1))
 
 
 def test_trainer_streams_and_epoch_logs(run_ranks):
     """Streams train, and logs may come by epoch."""
 
     def run(rank):
-        trained = script.trainer(
-            rank.folder / "stream", one_line("diloco", period=2), split=False, logging_steps=1
-        )
+        line = one_line("diloco", period=2)
+        trained = script.trainer(rank.folder / "stream", line, split=False, logging_steps=1)
         trained.train_dataset = split_dataset_by_island(trained.train_dataset.to_iterable_dataset())
         trained.train()
-        whole = script.parameters(trained)
-        settings = {"max_steps": -1, "num_train_epochs": 1, "logging_strategy": "epoch"}
-        trained = script.trainer(rank.folder / "epoch", one_line("diloco", period=3), **settings)
-        trained.train()
-        return whole, history(trained, "exchange/exchanges"), trained.state.global_step
+        epoch = {"max_steps": -1, "num_train_epochs": 1, "logging_strategy": "epoch"}
+        other = script.trained(rank.folder / "epoch", one_line("diloco", period=3), **epoch)
+        # two of their own clock, and the last
+        assert history(other, "exchange/exchanges") == [3] and other.state.global_step == 8
+        return script.parameters(trained)
 
-    out = run_ranks(run, islands=2, procs=1)
-    assert torch.equal(out[0][0], out[1][0])
-    assert [o[1:] for o in out] == [([3], 8), ([3], 8)]  # two of their own clock, and the last
+    assert torch.equal(*run_ranks(run, islands=2, procs=1))
 
 
-def test_trainer_unlike_rates_refused(run_ranks):
+@in_ranks(2, 1)
+def test_trainer_unlike_rates_refused(me):
     """Islands with unlike learning rates are refused."""
-
-    def run(rank):
-        extra = one_line("demo") | {
-            "optimizer_cls_and_kwargs": exchange_optimizer("demo", lr=1e-3 * (1 + rank.island))
-        }
-        with pytest.raises(
-            ValueError, match=r"optimizer0.group0.initial_lr: 0\.00[12] here, 0\.00[12] there"
-        ):
-            script.trainer(rank.folder / "out", extra).train()
-
-    run_ranks(run, islands=2, procs=1)
+    extra = one_line("demo") | {
+        "optimizer_cls_and_kwargs": exchange_optimizer("demo", lr=1e-3 * (1 + me.island))
+    }
+    with pytest.raises(
+        ValueError, match=r"optimizer0.group0.initial_lr: 0\.00[12] here, 0\.00[12] there"
+    ):
+        script.trained(me.folder / "out", extra)
 
 
 def test_trainer_resume_by_one_flag(run_ranks):
@@ -237,10 +179,13 @@ def test_trainer_resume_by_one_flag(run_ranks):
 
     def run(rank):
         def train(where, resume=None, **settings):
-            trained = script.trainer(
-                rank.folder / where, one_line("diloco", period=2), save_steps=2, **settings
+            trained = script.trained(
+                rank.folder / where,
+                one_line("diloco", period=2),
+                resume=resume,
+                save_steps=2,
+                **settings,
             )
-            trained.train(resume_from_checkpoint=resume)
             return script.parameters(trained)
 
         whole = train("out")
@@ -263,7 +208,8 @@ def test_trainer_resume_by_one_flag(run_ranks):
     assert first[0] == second[0] == [True] * 3 and torch.equal(first[1], second[1])
 
 
-def test_trainer_last_exchange_after_evaluation(run_ranks):
+@in_ranks()
+def test_trainer_last_exchange_after_evaluation(me):
     """The last exchange reaches the model after an evaluation. A forward without a backward leaves
     FSDP2's root unsharded, and what is written into the shards then would not be seen.
     """
@@ -271,35 +217,31 @@ def test_trainer_last_exchange_after_evaluation(run_ranks):
 
     from fsdp_demo.hosts.torch_params import reshard
 
-    def run(rank):
-        model, rows = (
-            script.model(),
-            torch.randint(0, 20, (2, 12), generator=torch.Generator().manual_seed(rank.rank)),
-        )
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=rank.mesh())
-        fully_shard(model, mesh=rank.mesh())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=3)
-        for _ in range(4):
-            model(input_ids=rows, labels=rows).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    model = script.model()
+    rows = torch.randint(0, 20, (2, 12), generator=torch.Generator().manual_seed(me.rank))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=me.mesh())
+    fully_shard(model, mesh=me.mesh())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=3)
+    for _ in range(4):
+        model(input_ids=rows, labels=rows).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-        @torch.no_grad()
-        def loss():
-            return float(model(input_ids=rows, labels=rows).loss)
+    @torch.no_grad()
+    def loss():
+        return float(model(input_ids=rows, labels=rows).loss)
 
-        before = loss()
-        exchange.finish()
-        after = loss()
-        reshard(model)
-        return before != after == loss()
-
-    assert run_ranks(run, islands=2, procs=2) == [True] * 4
+    before = loss()
+    exchange.finish()
+    after = loss()
+    reshard(model)
+    assert before != after == loss()
 
 
-def test_trainer_second_exchange_refused(run_ranks):
+@in_ranks(2, 1)
+def test_trainer_second_exchange_refused(me):
     """A second exchange on one optimizer is refused."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -309,17 +251,13 @@ def test_trainer_second_exchange_refused(run_ranks):
     exchange.finish()
     exchange.detach()
     fsdp_demo.attach(optimizer, "diloco").detach()
-
-    def run(rank):
-        with pytest.raises(ValueError, match="two ExchangeCallbacks"):
-            script.trainer(
-                rank.folder / "out",
-                {"callbacks": [ExchangeCallback("diloco"), ExchangeCallback("diloco")]},
-            )
-        with pytest.raises(ValueError, match=r"ISLAND_NAME='../up' names folders"):
-            Topology.from_env({"ISLAND_NAME": "../up"})
-
-    run_ranks(run, islands=2, procs=1)
+    with pytest.raises(ValueError, match="two ExchangeCallbacks"):
+        script.trainer(
+            me.folder / "out",
+            {"callbacks": [ExchangeCallback("diloco"), ExchangeCallback("diloco")]},
+        )
+    with pytest.raises(ValueError, match=r"ISLAND_NAME='../up' names folders"):
+        Topology.from_env({"ISLAND_NAME": "../up"})
 
 
 @pytest.mark.parametrize("preset", ["diloco", "stride"])

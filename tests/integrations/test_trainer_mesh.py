@@ -19,13 +19,13 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 from fsdp_demo.integrations.mesh import ExchangeParallelismConfig, mesh_topology  # noqa: E402
-from fsdp_demo.integrations.trainer import (  # noqa: E402
-    ExchangeCallback,
-    exchange_optimizer,
-    state,
-)
+from fsdp_demo.integrations.trainer import ExchangeCallback, state  # noqa: E402
 
 from ..support import trainer_script as script  # noqa: E402
+from ..support.heard import heard
+from ..support.inside import in_ranks
+from .test_trainer import history  # noqa: E402
+from .test_trainer_resume import extra  # noqa: E402
 
 WORLD = {"ISLAND_COUNT": ""}  # no ISLAND_* variables: four ranks, two nodes of two
 
@@ -81,42 +81,22 @@ class Watch(TrainerCallback):
             self.mode.__exit__(None, None, None)
 
 
-def train(rank, preset, noisy=False, **changes):
+def trainer(rank, where, preset, changes, callbacks=(), **settings):
+    """A Trainer on two nodes of two ranks."""
     os.environ.update(
         PARALLELISM_CONFIG_DP_REPLICATE_SIZE="2", PARALLELISM_CONFIG_DP_SHARD_SIZE="2"
     )
-    callback, watch = ExchangeCallback(preset, **changes), Watch(noisy)
-    extra = {"callbacks": [callback, watch]}
-    if preset == "demo":
-        extra["optimizer_cls_and_kwargs"] = exchange_optimizer(preset, lr=4e-3)
-    settings = {
-        "max_steps": 4,
-        "logging_steps": 4,
-        "gradient_accumulation_steps": 2,
-        "save_strategy": "no",
-    }
-    trained = script.trainer(
-        rank.folder / "out", extra, fsdp=True, axes=ExchangeParallelismConfig(), **settings
-    )
+    settings |= {"fsdp": True, "axes": ExchangeParallelismConfig(), "callbacks": callbacks}
+    return script.trainer(rank.folder / where, extra(preset, changes), **settings)
+
+
+def train(rank, preset, changes, noisy=False):
+    """What crosses nodes in two steps, and the Trainer."""
+    watch = Watch(noisy)
+    settings = dict(max_steps=4, logging_steps=4, gradient_accumulation_steps=2, save_strategy="no")
+    trained = trainer(rank, "out", preset, changes, [watch], **settings)
     trained.train()
-    exchange = callback.exchange
-    evaluated = [row["eval_loss"] for row in trained.state.log_history if "eval_loss" in row]
-    mesh = exchange.optimizers[0].param_groups[0]["params"][0].device_mesh
-    counts = (
-        exchange.topology.islands,
-        exchange.metrics()["exchanges"],
-        exchange.metrics()["bytes_sent"],
-    )
-    inside = {ranks for _, ranks in watch.mode.seen} - {ranks for _, ranks in watch.mode.across()}
-    return (
-        watch.mode.across(),
-        inside,
-        counts,
-        script.shards(trained),
-        evaluated,
-        mesh.ndim,
-        trained.args.output_dir,
-    )
+    return watch.mode, trained
 
 
 @pytest.mark.parametrize(
@@ -126,87 +106,70 @@ def test_trainer_mesh_sends_payloads_only(run_ranks, preset, changes, exchanges)
     """Two steps in a mesh send nothing but payloads between nodes."""
 
     def run(rank):
-        return train(rank, preset, **changes)
+        mode, trained = train(rank, preset, changes)
+        exchange, first = script.exchange_of(trained), rank.proc // 2 * 2
+        assert mode.across() == [] and {ranks for _, ranks in mode.seen} == {(first, first + 1)}
+        sent = exchange.metrics()
+        assert exchange.topology.islands == 2 and sent["exchanges"] == exchanges
+        assert sent["bytes_sent"] > 0 and trained.args.output_dir.endswith("/out")
+        assert exchange.optimizers[0].param_groups[0]["params"][0].device_mesh.ndim == 1
+        return script.shards(trained), history(trained, "eval_loss")
 
     out = run_ranks(run, islands=1, procs=4, env=WORLD, timeout=120)
-    for r, (across, inside, counts, mine, evaluated, ndim, folder) in enumerate(out):
-        assert across == [] and inside == {(0, 1) if r < 2 else (2, 3)}
-        assert (
-            counts[:2] == (2, exchanges) and counts[2] > 0 and ndim == 1 and folder.endswith("/out")
-        )
-        assert torch.equal(mine, out[r % 2][3]) and evaluated == out[0][4]
+    for r, (mine, evaluated) in enumerate(out):
+        assert torch.equal(mine, out[r % 2][0]) and evaluated == out[0][1]
 
 
-def test_trainer_mesh_recorder_sees_gather(run_ranks):
+@in_ranks(1, 4, env=WORLD, timeout=120)
+def test_trainer_mesh_recorder_sees_gather(me):
     """The recorder of collectives sees a gather over all nodes."""
-
-    def run(rank):
-        return train(rank, "demo", noisy=True)
-
-    for across, *_ in run_ranks(run, islands=1, procs=4, env=WORLD, timeout=120):
-        assert len(across) == 2 and all(
-            "allgather" in name and ranks == (0, 1, 2, 3) for name, ranks in across
-        )
+    across = train(me, "demo", {}, noisy=True)[0].across()
+    assert len(across) == 2
+    assert all("allgather" in name and ranks == (0, 1, 2, 3) for name, ranks in across)
 
 
-@pytest.mark.parametrize(
-    "preset, changes",
-    [
-        ("demo", {}),
-        ("diloco", {"period": 3}),
-        ("decoupled_momentum", {"period": 3, "rule": "released"}),
-    ],
-)
+@pytest.mark.parametrize("preset, changes", [
+    ("demo", {}),
+    ("diloco", {"period": 3}),
+    ("decoupled_momentum", {"period": 3, "rule": "released"}),
+])  # fmt: skip
 def test_trainer_mesh_resume_bit_for_bit(run_ranks, tmp_path, preset, changes):
     """A mesh resumes bit for bit. What the Trainer saves in a mesh is a mixture of replicas: where
     they differ, each keeps its own beside it.
     """
 
     def run(rank):
-        os.environ.update(
-            PARALLELISM_CONFIG_DP_REPLICATE_SIZE="2", PARALLELISM_CONFIG_DP_SHARD_SIZE="2"
-        )
         out, groups, cpu_group = [], [], state.cpu_group
         state.cpu_group = lambda topology: groups.append(topology) or cpu_group(topology)
         for where, resume in (("whole", None), ("cut", None), ("cut", "checkpoint-4")):
-            extra = {"callbacks": [ExchangeCallback(preset, **changes)]}
-            if preset == "demo":
-                extra["optimizer_cls_and_kwargs"] = exchange_optimizer("demo", lr=4e-3)
             settings = {"eval_strategy": "no", "save_steps": 4, "lr_scheduler_type": "constant"}
-            trained = script.trainer(
-                rank.folder / where, extra, fsdp=True, axes=ExchangeParallelismConfig(), **settings
-            )
-            trained.train(resume_from_checkpoint=resume and str(rank.folder / where / resume))
+            trained = trainer(rank, where, preset, changes, **settings)
+            trained.train(resume and str(rank.folder / where / resume))
             out.append(script.shards(trained))
         state.cpu_group = cpu_group
         assert len(groups) == 3  # one per training, none per save
-        return torch.equal(out[0], out[1]), torch.equal(out[0], out[2]), out[0]
+        assert torch.equal(out[0], out[1]) and torch.equal(out[0], out[2])
+        return out[0]
 
     def as_islands(rank):
         for name in ("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "PARALLELISM_CONFIG_DP_SHARD_SIZE"):
             os.environ.pop(name, None)
-        extra = {"callbacks": [ExchangeCallback(preset, **changes)]}
-        settings = {
-            "eval_strategy": "no",
-            "save_strategy": "no",
-            "lr_scheduler_type": "constant",
-            "optim": "adamw_torch",
-        }
-        trained = script.trainer(tmp_path / "again", extra, fsdp=True, **settings)
-        trained.train(resume_from_checkpoint=str(next(tmp_path.glob("ranks-*/cut/checkpoint-4"))))
+        at, settings = next(tmp_path.glob("ranks-*/cut/checkpoint-4")), dict(
+            eval_strategy="no", save_strategy="no", lr_scheduler_type="constant",
+            optim="adamw_torch",
+        )  # fmt: skip
+        line = extra(preset, changes)
+        trained = script.trained(tmp_path / "again", line, resume=str(at), fsdp=True, **settings)
         return script.shards(trained)
 
     mesh = run_ranks(run, islands=1, procs=4, env=WORLD, timeout=180)
-    assert [m[:2] for m in mesh] == [(True, True)] * 4
     # the same replicas go on as islands; other rows from here on, so only equality of the islands
     # is asked
     if preset == "diloco":
         out = run_ranks(as_islands, islands=2, procs=2, timeout=120)
-        assert (
-            torch.equal(out[0], out[2])
-            and torch.equal(out[1], out[3])
-            and out[0].norm() < 2 * mesh[0][2].norm()
-        )
+        assert torch.equal(out[0], out[2])
+        assert torch.equal(out[1], out[3])
+        assert out[0].norm() < 2 * mesh[0].norm()
 
 
 @pytest.mark.parametrize("told", [(3,), (0, 1, 2, 3)])
@@ -221,57 +184,28 @@ def test_trainer_mesh_sigterm(run_ranks, told):
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def run(rank):
-        os.environ.update(
-            PARALLELISM_CONFIG_DP_REPLICATE_SIZE="2", PARALLELISM_CONFIG_DP_SHARD_SIZE="2"
-        )
-        extra = {
-            "callbacks": [ExchangeCallback("demo")],
-            "optimizer_cls_and_kwargs": exchange_optimizer("demo", lr=4e-3),
-        }
         callbacks = [Term()] if rank.rank in told else []
-        trained = script.trainer(
-            rank.folder / "out",
-            extra,
-            fsdp=True,
-            axes=ExchangeParallelismConfig(),
-            callbacks=callbacks,
-            save_steps=50,
-        )
-        handler, lines = logging.Handler(), []
-        handler.emit = lambda record: lines.append(record.getMessage())
-        logging.getLogger("fsdp_demo").addHandler(handler)
+        trained = trainer(rank, "out", "demo", {}, callbacks, save_steps=50)
+        lines = heard(logging.INFO)
         trained.train()
-        return (
-            trained.state.global_step,
-            script.shards(trained),
-            [p.name for p in (rank.folder / "out").glob("checkpoint-*")],
-            [line for line in lines if "to resume, start all islands again" in line],
-        )
+        saved = [p.name for p in (rank.folder / "out").glob("checkpoint-*")]
+        assert trained.state.global_step == 3 and saved == ["checkpoint-3"]
+        said = [line for line in lines if "to resume, start all islands again" in line]
+        assert len(said) == (rank.rank == 0 and 0 in told)
+        return script.shards(trained)
 
     out = run_ranks(run, islands=1, procs=4, env=WORLD, timeout=120)
-    assert [(o[0], o[2]) for o in out] == [(3, ["checkpoint-3"])] * 4
-    assert [len(o[3]) for o in out] == [int(0 in told), 0, 0, 0]
-    assert torch.equal(out[0][1], out[2][1]) and torch.equal(out[1][1], out[3][1])
+    assert torch.equal(out[0], out[2]) and torch.equal(out[1], out[3])
 
 
-def test_trainer_mesh_plain_hsdp_refused(run_ranks):
+@in_ranks(1, 4, env=WORLD)
+def test_trainer_mesh_plain_hsdp_refused(me):
     """A plain HSDP mesh is refused."""
-
-    def run(rank):
-        extra = {"callbacks": [ExchangeCallback("diloco")]}
-        with pytest.raises(
-            ValueError,
-            match=r"ParallelismConfig\(dp_replicate_size=2\) is HSDP: it all-reduces every "
-            r"gradient",
-        ):
-            script.trainer(
-                rank.folder / "out",
-                extra,
-                fsdp=True,
-                axes=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
-            )
-
-    run_ranks(run, islands=1, procs=4, env=WORLD, timeout=60)
+    line = {"callbacks": [ExchangeCallback("diloco")]}
+    axes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    said = r"ParallelismConfig\(dp_replicate_size=2\) is HSDP: it all-reduces every gradient"
+    with pytest.raises(ValueError, match=said):
+        script.trainer(me.folder / "out", line, fsdp=True, axes=axes)
 
 
 def test_trainer_mesh_sizes_refused(monkeypatch):
@@ -307,10 +241,8 @@ def test_accelerate_mesh(run_ranks):
         inner = script.model()
         model, optimizer = acc.prepare(inner, torch.optim.AdamW(inner.named_parameters(), lr=1e-3))
         exchange = attach(optimizer, "diloco", model=model, topology=mesh_topology(acc), period=2)
-        rows = torch.randint(0, 20, (4, 2, 8), generator=torch.Generator().manual_seed(3))[
-            rank.rank
-        ]
-        mode = Collectives()
+        g, mode = torch.Generator().manual_seed(3), Collectives()
+        rows = torch.randint(0, 20, (4, 2, 8), generator=g)[rank.rank]
         with mode:
             for _ in range(2):
                 acc.backward(model(input_ids=rows, labels=rows).loss)
@@ -318,13 +250,9 @@ def test_accelerate_mesh(run_ranks):
                 optimizer.step()
                 optimizer.zero_grad()
         exchange.finish()
+        assert mode.across() == [] and exchange.topology.kind == "mesh"
         params = [p.to_local() for g in optimizer.param_groups for p in g["params"]]
-        return (
-            mode.across(),
-            torch.cat([p.detach().flatten() for p in params]),
-            exchange.topology.kind,
-        )
+        return torch.cat([p.detach().flatten() for p in params])
 
     out = run_ranks(run, islands=1, procs=4, env=WORLD)
-    assert all(o[0] == [] and o[2] == "mesh" for o in out)
-    assert torch.equal(out[0][1], out[2][1]) and torch.equal(out[1][1], out[3][1])
+    assert torch.equal(out[0], out[2]) and torch.equal(out[1], out[3])

@@ -20,12 +20,9 @@ from ..support import trainer_script as script  # noqa: E402
 from .test_trainer_resume import extra  # noqa: E402
 
 PLAN = {
-    "save_strategy": "no",
-    "logging_steps": 1,
-    "max_steps": 12,
-    "lr_scheduler_type": "cosine",
+    "save_strategy": "no", "logging_steps": 1, "max_steps": 12, "lr_scheduler_type": "cosine",
     "warmup_steps": 3,
-}
+}  # fmt: skip
 
 
 class Watch(TrainerCallback):
@@ -123,10 +120,8 @@ def test_trainer_newcomer_equals_other_islands(run_ranks, accumulate):
     rows, steps, parameters, _ = second
     for until, theirs, did, held, left in first[3]:
         assert theirs == rows[until:11] and did == steps[until:11] and did[0][0] == until + 1
-        assert (
-            all(torch.equal(a, b) for a, b in zip(held, parameters[until:11], strict=True))
-            and not left
-        )
+        assert all(torch.equal(a, b) for a, b in zip(held, parameters[until:11], strict=True))
+        assert not left
 
 
 def test_trainer_newcomer_asks_no_start_questions(run_ranks):
@@ -159,7 +154,5 @@ def test_trainer_newcomer_asks_no_start_questions(run_ranks):
 
     (went, refused), _ = run_ranks(run, islands=2, procs=1, timeout=120)
     assert went[1] == [5, 6, 7]
-    assert (
-        "the other islands evaluate together by " in refused[0]
-        and "give it their arguments" in refused[0]
-    )
+    assert "the other islands evaluate together by " in refused[0]
+    assert "give it their arguments" in refused[0]

@@ -19,6 +19,7 @@ from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer 
 from fsdp_demo.integrations.trainer.setup import has_own_optimizer  # noqa: E402
 
 from ..support import trainer_script as script  # noqa: E402
+from ..support.inside import in_ranks
 from .test_trainer import history  # noqa: E402
 
 PERIODS = {
@@ -68,10 +69,9 @@ def test_trainer_resume_bit_for_bit(run_ranks, name):
         settings = {"max_steps": 10, "save_steps": 5, "eval_strategy": "no", "logging_steps": 1}
         out = []
         for resume in (None, str(rank.folder / "out" / "checkpoint-5")):
-            trained = script.trainer(
-                rank.folder / "out", extra(preset, changes), fsdp=fsdp, **settings
+            trained = script.trained(
+                rank.folder / "out", extra(preset, changes), resume=resume, fsdp=fsdp, **settings
             )
-            trained.train(resume_from_checkpoint=resume)
             states = [
                 v
                 for s in trained.optimizer.state.values()
@@ -125,24 +125,20 @@ def test_trainer_resume_after_lost_island(run_ranks, fsdp):
     """
 
     def run(rank):
-        settings = {
-            "max_steps": 12,
-            "save_steps": 4,
-            "save_total_limit": 1,
-            "eval_strategy": "no",
-            "logging_steps": 1,
-        }
+        settings = dict(
+            max_steps=12, save_steps=4, save_total_limit=1, eval_strategy="no", logging_steps=1
+        )
         line = {"period": 3}
 
         def train(where, callbacks=(), resume=None):
-            trained = script.trainer(
+            trained = script.trained(
                 rank.folder / where,
                 extra("diloco", line),
+                resume=resume,
                 fsdp=fsdp,
                 callbacks=callbacks,
                 **settings,
             )
-            trained.train(resume_from_checkpoint=resume)
             return history(trained, "loss"), sorted(
                 p.name for p in Path(trained.args.output_dir).glob("checkpoint-*")
             )
@@ -168,25 +164,20 @@ def test_trainer_resume_after_lost_island(run_ranks, fsdp):
         assert whole[0] == resumed[0] and whole[1][0] == "checkpoint-12" and len(whole[1]) <= 2
 
 
-def test_trainer_resume_none_in_common_refused(run_ranks):
+@in_ranks(2, 1)
+def test_trainer_resume_none_in_common_refused(me):
     """A resume without a common checkpoint is refused, and the error lists what each
     island holds.
     """
-
-    def run(rank):
-        settings = {"max_steps": 8, "save_steps": 4 + rank.island * 2, "eval_strategy": "no"}
-        script.trainer(rank.folder / "out", extra("diloco", {"period": 3}), **settings).train()
-        torch_final = rank.folder / "out" / f"island{rank.island}" / "checkpoint-8"
-        for file in torch_final.glob("exchange/*.json"):
-            file.write_text("{")  # a torn part is no checkpoint
-        with pytest.raises(
-            ValueError, match=r"\(island0: 4; island1: 6\).*Trainer: name it by its path"
-        ):
-            script.trainer(rank.folder / "out", extra("diloco", {"period": 3}), **settings).train(
-                resume_from_checkpoint=True
-            )
-
-    run_ranks(run, islands=2, procs=1)
+    settings = {"max_steps": 8, "save_steps": 4 + me.island * 2, "eval_strategy": "no"}
+    script.trained(me.folder / "out", extra("diloco", {"period": 3}), **settings)
+    torch_final = me.folder / "out" / f"island{me.island}" / "checkpoint-8"
+    for file in torch_final.glob("exchange/*.json"):
+        file.write_text("{")  # a torn part is no checkpoint
+    with pytest.raises(
+        ValueError, match=r"\(island0: 4; island1: 6\).*Trainer: name it by its path"
+    ):
+        script.trained(me.folder / "out", extra("diloco", {"period": 3}), resume=True, **settings)
 
 
 @pytest.mark.parametrize(
@@ -217,11 +208,13 @@ def test_trainer_resume_other_number_of_islands(run_ranks, tmp_path, preset, cha
                 match=r"was saved by several islands; alone preset .* exchanges "
                 r"nothing.*fresh=True",
             ):
-                script.trainer(tmp_path / "out", extra(preset, changes), **settings).train(
-                    resume_from_checkpoint=str(at)
-                )
-        trained = script.trainer(tmp_path / "out", extra(preset, changes, fresh=fresh), **settings)
-        trained.train(resume_from_checkpoint=str(at) if resume else None)
+                script.trained(tmp_path / "out", extra(preset, changes), resume=str(at), **settings)
+        trained = script.trained(
+            tmp_path / "out",
+            extra(preset, changes, fresh=fresh),
+            resume=str(at) if resume else None,
+            **settings,
+        )
         return history(trained, "eval_loss"), script.parameters(trained), history(trained, "loss")
 
     before = run_ranks(run, islands=2, procs=1, args=(False,))
@@ -231,41 +224,31 @@ def test_trainer_resume_other_number_of_islands(run_ranks, tmp_path, preset, cha
     assert all(torch.equal(o[1], after[0][1]) for o in after)
 
 
-def test_trainer_resume_drops_newer_checkpoints(run_ranks):
+@in_ranks(2, 1)
+def test_trainer_resume_drops_newer_checkpoints(me):
     """A resume from an older path abandons the newer checkpoints. They must neither be resumed
     later nor make rotation delete the new ones.
     """
+    settings = {"eval_strategy": "no", "save_total_limit": 2}
 
-    def run(rank):
-        settings = {"eval_strategy": "no", "save_total_limit": 2}
-
-        def train(at=None, **changes):
-            trained = script.trainer(
-                rank.folder / "out", extra("diloco", {"period": 3}), **settings, **changes
-            )
-            trained.train(resume_from_checkpoint=at)
-            return sorted(p.name for p in Path(trained.args.output_dir).glob("checkpoint-*"))
-
-        train(max_steps=12, save_steps=4)
-        kept = train(max_steps=10, save_steps=2, at=str(rank.folder / "out" / "checkpoint-8"))
-        mine = rank.folder / "out" / f"island{rank.island}"
-        whole = json.loads((mine / "checkpoint-10" / "manifest.json").read_text())
-        with open(mine / "checkpoint-10" / "model.safetensors", "r+b") as file:
-            file.truncate(100)  # a torn model file
-        aside = sorted(f"{p.parent.name}/{p.name}" for p in mine.glob("*/manifest.[ag]*"))
-        return (
-            kept,
-            sorted(whole["files"])[:2],
-            script.whole_steps(mine),
-            aside,
-            all(f["crc32"] for f in whole["files"].values()),
+    def train(at=None, **changes):
+        trained = script.trained(
+            me.folder / "out", extra("diloco", {"period": 3}), resume=at, **settings, **changes
         )
+        return sorted(p.name for p in Path(trained.args.output_dir).glob("checkpoint-*"))
 
-    for kept, files, steps, aside, sums in run_ranks(run, islands=2, procs=1):
-        assert (
-            "checkpoint-10" in kept
-            and aside in ([], ["checkpoint-12/manifest.given-up.json"])
-            and 12 not in steps
-            and sums
-        )
-        assert files == ["config.json", "exchange/rank0.json"] and 10 not in steps and 8 in steps
+    train(max_steps=12, save_steps=4)
+    kept = train(max_steps=10, save_steps=2, at=str(me.folder / "out" / "checkpoint-8"))
+    mine = me.folder / "out" / f"island{me.island}"
+    whole = json.loads((mine / "checkpoint-10" / "manifest.json").read_text())
+    with open(mine / "checkpoint-10" / "model.safetensors", "r+b") as file:
+        file.truncate(100)  # a torn model file
+    aside = sorted(f"{p.parent.name}/{p.name}" for p in mine.glob("*/manifest.[ag]*"))
+    files = sorted(whole["files"])[:2]
+    steps = script.whole_steps(mine)
+    sums = all(f["crc32"] for f in whole["files"].values())
+    assert "checkpoint-10" in kept
+    assert aside in ([], ["checkpoint-12/manifest.given-up.json"])
+    assert 12 not in steps
+    assert sums
+    assert files == ["config.json", "exchange/rank0.json"] and 10 not in steps and 8 in steps

@@ -15,18 +15,15 @@ pytest.importorskip("zmq")
 
 from transformers import TrainerCallback  # noqa: E402
 
-from ..checkpoint.test_run_state_returning import Lines  # noqa: E402
 from ..exchange.test_survivors import ENV  # noqa: E402
 from ..support import trainer_script as script  # noqa: E402
+from ..support.heard import heard  # noqa: E402
 from .test_trainer_resume import extra  # noqa: E402
 
 PLAN = {
-    "save_steps": 4,
-    "logging_steps": 1000,
-    "max_steps": 140,
-    "lr_scheduler_type": "cosine",
+    "save_steps": 4, "logging_steps": 1000, "max_steps": 140, "lr_scheduler_type": "cosine",
     "eval_strategy": "no",
-}
+}  # fmt: skip
 
 
 class Life(TrainerCallback):
@@ -62,8 +59,7 @@ class Life(TrainerCallback):
 
 
 def life(me, dies=0):
-    (log := logging.getLogger("fsdp_demo")).setLevel(logging.INFO)
-    log.addHandler(lines := Lines())
+    lines = heard(logging.INFO)
     come = me.folder.parent / "come"
     watch = Life(come, me.island == 1 and not dies, dies)
     trainer = script.trainer(
@@ -76,7 +72,7 @@ def life(me, dies=0):
         come.with_name("coming").touch()
     trainer.train(resume_from_checkpoint="auto")
     whole = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
-    said = [t for t in lines.texts if "MiB fetched" in t or "begin anew" in t or "go on from" in t]
+    said = [t for t in lines if "MiB fetched" in t or "begin anew" in t or "go on from" in t]
     return whole, (watch.rates, watch.clocks), said
 
 

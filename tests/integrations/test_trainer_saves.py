@@ -30,6 +30,8 @@ from fsdp_demo.integrations.trainer import state  # noqa: E402
 from fsdp_demo.peers.votes import Ranks  # noqa: E402
 
 from ..support import trainer_script as script  # noqa: E402
+from ..support.heard import heard  # noqa: E402
+from ..support.inside import in_ranks
 from .test_trainer import history  # noqa: E402
 from .test_trainer_resume import extra  # noqa: E402
 
@@ -92,57 +94,43 @@ class Poison(TrainerCallback):
             self.kept[0] = self.value
 
 
-def test_trainer_save_nan_refused(run_ranks):
+@in_ranks(2, 1)
+def test_trainer_save_nan_refused(me):
     """A model with NaN makes no checkpoint."""
-
-    def work(rank):
-        trained = made(rank, callbacks=[Poison()] if rank.island else [], max_steps=6, save_steps=2)
-        trained.train()
-        return (
-            script.whole_steps(own(rank)),
-            sorted(p.name for p in own(rank).glob("*")),
-            history(trained, "exchange/failed_saves"),
-        )
-
-    zero, one = run_ranks(work, islands=2, procs=1)
-    assert zero[0] == [2, 4, 6] and one[0] == [2, 6] and "checkpoint-4" not in one[1]
-    assert zero[2][-1] == 0 and one[2][-2:] == [1, 1]
+    trained = made(me, callbacks=[Poison()] if me.island else [], max_steps=6, save_steps=2)
+    trained.train()
+    failed = history(trained, "exchange/failed_saves")
+    if me.island:
+        assert script.whole_steps(own(me)) == [2, 6] and failed[-2:] == [1, 1]
+        assert not (own(me) / "checkpoint-4").exists()
+    else:
+        assert script.whole_steps(own(me)) == [2, 4, 6] and failed[-1] == 0
 
 
 @pytest.mark.parametrize("where", ["exchange", "model"])
 @pytest.mark.parametrize("always", [False, True])
-def test_trainer_save_full_disk_third_failure(run_ranks, where, always):
+@in_ranks(2, 1, env={"ISLAND_TIMEOUT": "10"})
+def test_trainer_save_full_disk_third_failure(me, where, always):
     """A full disk is a warning, and the third failure in a row is an error."""
 
-    def work(rank):
-        def full(*args, **kwargs):
-            raise OSError(errno.ENOSPC, "No space left on device")
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-        trained = made(rank, max_steps=8, save_steps=2)
-        save, model = state.save_state, trained.save_model
+    trained = made(me, max_steps=8, save_steps=2)
+    save, model = state.save_state, trained.save_model
 
-        def now():
-            return rank.island == 1 and (always or trained.state.global_step == 4)
+    def now():
+        return me.island == 1 and (always or trained.state.global_step == 4)
 
-        state.save_state = lambda *a: full() if now() and where == "exchange" else save(*a)
-        trained.save_model = lambda *a, **k: (
-            full() if now() and where == "model" else model(*a, **k)
-        )
-        try:
+    state.save_state = lambda *a: full() if now() and where == "exchange" else save(*a)
+    trained.save_model = lambda *a, **k: full() if now() and where == "model" else model(*a, **k)
+    if always and me.island:
+        with pytest.raises(OSError, match="No space left"):
             trained.train()
-        except OSError as error:
-            return str(error), script.whole_steps(own(rank))
-        except Exception as error:  # the other island is gone
-            return type(error).__name__, script.whole_steps(own(rank))
-        finally:
-            state.save_state = save
-        return "", script.whole_steps(own(rank))
-
-    zero, one = run_ranks(work, islands=2, procs=1, env={"ISLAND_TIMEOUT": "10"})
-    if always:
-        assert "No space left" in one[0] and one[1] == [] and zero == ("", [2, 4, 6, 8])
+        assert script.whole_steps(own(me)) == []
     else:
-        assert (zero, one) == (("", [2, 4, 6, 8]), ("", [2, 6, 8]))
+        trained.train()
+        assert script.whole_steps(own(me)) == ([2, 6, 8] if me.island else [2, 4, 6, 8])
 
 
 class Told(TrainerCallback):
@@ -184,9 +172,7 @@ def test_trainer_sigterm_during_exchange(run_ranks):
     """
 
     def work(rank):
-        handler, lines = logging.Handler(), []
-        handler.emit = lambda record: lines.append(record.getMessage())
-        logging.getLogger("fsdp_demo").addHandler(handler)
+        lines = heard(logging.INFO)
         try:
             made(rank, [Late(rank)], max_steps=9, save_steps=100).train()
         except SystemExit as end:
@@ -203,26 +189,20 @@ def test_trainer_sigterm_during_exchange(run_ranks):
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_trainer_save_failed_at_end(run_ranks, full):
+@in_ranks(2, 1)
+def test_trainer_save_failed_at_end(me, full):
     """A save that fails at the end does not count as a save."""
 
-    def work(rank):
-        def fails(*args, **kwargs):
-            raise OSError(errno.ENOSPC, "No space left on device")
+    def fails(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-        trained = made(rank, [Told(4)], max_steps=8, save_steps=100)
-        save = state.save_state
-        state.save_state = fails if full else save
-        try:
-            trained.train()
-        except SystemExit as ended:
-            return ended.code, script.whole_steps(own(rank))
-        finally:
-            state.save_state = save
-        return None, []
-
-    out = run_ranks(work, islands=2, procs=1)
-    assert out == [(1, []) if full else (75, [5])] * 2
+    trained = made(me, [Told(4)], max_steps=8, save_steps=100)
+    if full:
+        state.save_state = fails
+    with pytest.raises(SystemExit) as ended:
+        trained.train()
+    assert ended.value.code == (1 if full else 75)
+    assert script.whole_steps(own(me)) == ([] if full else [5])
 
 
 @pytest.mark.parametrize("several", [True, False])
@@ -256,25 +236,22 @@ def test_trainer_resume_auto_other_number_of_islands(run_ranks, several):
         assert "auto' finds no" in text and step == 4
 
 
-def test_trainer_save_swapped_folders_refused(run_ranks):
+@in_ranks(2, 1)
+def test_trainer_save_swapped_folders_refused(me):
     """Swapped folders are refused, and a refused start leaves all checkpoints usable."""
-
-    def work(rank):
-        made(rank, max_steps=6, save_steps=2).train()
-        every = script.whole_steps(own(rank))
-        meet(rank, 1)
-        if rank.island == 0:
-            shutil.move(rank.folder / "out" / "island0", rank.folder / "x")
-            shutil.move(rank.folder / "out" / "island1", rank.folder / "out" / "island0")
-            shutil.move(rank.folder / "x", rank.folder / "out" / "island1")
-        meet(rank, 2)
-        again()
-        with pytest.raises(NeedsDecision, match="folders of islands are swapped"):
-            made(rank, max_steps=8).train(resume_from_checkpoint="auto")
-        kept = CheckpointManager(own(rank), fsdp_demo.Topology.from_env())
-        return every == list(kept.whole()), [h.owner for h in kept.held()]
-
-    assert run_ranks(work, islands=2, procs=1) == [(True, [1, 1, 1]), (True, [0, 0, 0])]
+    made(me, max_steps=6, save_steps=2).train()
+    every = script.whole_steps(own(me))
+    meet(me, 1)
+    if me.island == 0:
+        shutil.move(me.folder / "out" / "island0", me.folder / "x")
+        shutil.move(me.folder / "out" / "island1", me.folder / "out" / "island0")
+        shutil.move(me.folder / "x", me.folder / "out" / "island1")
+    meet(me, 2)
+    again()
+    with pytest.raises(NeedsDecision, match="folders of islands are swapped"):
+        made(me, max_steps=8).train(resume_from_checkpoint="auto")
+    kept = CheckpointManager(own(me), fsdp_demo.Topology.from_env())
+    assert every == list(kept.whole()) and [h.owner for h in kept.held()] == [1 - me.island] * 3
 
 
 def meet(rank, turn):
@@ -291,15 +268,12 @@ class Usurped(TrainerCallback):
             Fence(Path(args.output_dir), "later").take(Ranks(None, 0, 1))
 
 
-def test_trainer_save_earlier_life_writes_nothing(run_ranks):
+@in_ranks(2, 1)
+def test_trainer_save_earlier_life_writes_nothing(me):
     """A process of an earlier life writes nothing."""
-
-    def work(rank):
-        with pytest.raises(Superseded, match="belongs to a later life"):
-            made(rank, callbacks=[Usurped()], max_steps=6, save_steps=2).train()
-        return sorted(p.name for p in own(rank).glob("checkpoint-*"))
-
-    assert run_ranks(work, islands=2, procs=1) == [["checkpoint-2"]] * 2
+    with pytest.raises(Superseded, match="belongs to a later life"):
+        made(me, callbacks=[Usurped()], max_steps=6, save_steps=2).train()
+    assert sorted(p.name for p in own(me).glob("checkpoint-*")) == ["checkpoint-2"]
 
 
 def test_trainer_save_limit_on_each_node(run_ranks):
@@ -308,7 +282,7 @@ def test_trainer_save_limit_on_each_node(run_ranks):
     def work(rank):
         folder = rank.folder / f"node{rank.proc}" / "out"
         each = {"save_on_each_node": True, "save_total_limit": 2, "max_steps": 4, "save_steps": 1}
-        script.trainer(folder, extra("demo", {}), **SETTINGS, **each).train()
+        script.trained(folder, extra("demo", {}), **SETTINGS, **each)
         return sorted(p.name for p in (folder / f"island{rank.island}").glob("checkpoint-*"))
 
     def node(rank):
@@ -319,24 +293,14 @@ def test_trainer_save_limit_on_each_node(run_ranks):
     assert out == [["checkpoint-3", "checkpoint-4"]] * 4
 
 
-def test_trainer_save_checksums_of_all_ranks(run_ranks):
+@in_ranks(timeout=120)
+def test_trainer_save_checksums_of_all_ranks(me):
     """The manifest has a checksum of every file, of whichever rank it is."""
-
-    def work(rank):
-        trained = script.trainer(
-            rank.folder / "out", extra("demo", {}), fsdp=True, **SETTINGS, max_steps=2, save_steps=2
-        )
-        trained.train()
-        files = json.loads((own(rank) / "checkpoint-2" / "manifest.json").read_text())["files"]
-        there = {
-            str(p.relative_to(own(rank) / "checkpoint-2"))
-            for p in (own(rank) / "checkpoint-2").rglob("*")
-            if p.is_file()
-        }
-        return (
-            there - set(files),
-            all(f["crc32"] is not None for f in files.values()),
-            torch.distributed.get_world_size(),
-        )
-
-    assert run_ranks(work, islands=2, procs=2, timeout=120) == [({"manifest.json"}, True, 2)] * 4
+    script.trained(
+        me.folder / "out", extra("demo", {}), fsdp=True, **SETTINGS, max_steps=2, save_steps=2
+    )
+    files = json.loads((own(me) / "checkpoint-2" / "manifest.json").read_text())["files"]
+    folder = own(me) / "checkpoint-2"
+    there = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+    assert there - set(files) == {"manifest.json"} and torch.distributed.get_world_size() == 2
+    assert all(f["crc32"] is not None for f in files.values())

@@ -33,6 +33,7 @@ from fsdp_demo.integrations.trainer.joining import (
 from fsdp_demo.peers.votes import Ranks  # noqa: E402
 
 from ..support import trainer_script as script  # noqa: E402
+from ..support.inside import in_ranks  # noqa: E402
 from .test_trainer import history  # noqa: E402
 from .test_trainer_resume import extra  # noqa: E402
 
@@ -55,15 +56,15 @@ def train(
     """One life on a disk of the island's own; what it ends with."""
     rates = Rates()
     own = rank.folder / f"{where}{rank.island}" / "out"
-    trained = script.trainer(
+    trained = script.trained(
         own,
         extra(preset, changes or {}),
+        resume=resume,
         fsdp=fsdp,
         callbacks=[rates, *plan.pop("callbacks", [])],
         max_steps=max_steps,
         **PLAN | plan,
     )
-    trained.train(resume_from_checkpoint=resume)
     return trained, rates.seen
 
 
@@ -82,28 +83,19 @@ def kept(rank, where="disk"):
 
 
 @pytest.mark.parametrize("resume", [True, "auto", "out/checkpoint-4"])
-def test_trainer_take_over_gradient_preset(run_ranks, resume):
+@in_ranks(2, 1, timeout=120)
+def test_trainer_take_over_gradient_preset(me, resume):
     """A gradient preset goes on as if no folder had been lost. `full` has no accumulators, and its
     optimizer's moments are the donor's: equal to the uninterrupted run in every bit.
     """
-
-    def run(rank):
-        whole, rates = train(rank, "full", where="whole", max_steps=20)
-        train(rank, "full", max_steps=20, callbacks=[Ends(6)])
-        lose(rank, [0])
-        resumed, again = train(rank, "full", resume=resume, max_steps=20)
-        same = torch.equal(script.shards(whole), script.shards(resumed))
-        return (
-            same,
-            rates[4:] == again,
-            history(whole, "loss")[4:] == history(resumed, "loss")[-16:],
-            kept(rank),
-        )
-
-    out = run_ranks(run, islands=2, procs=1, timeout=120)
+    whole, rates = train(me, "full", where="whole", max_steps=20)
+    train(me, "full", max_steps=20, callbacks=[Ends(6)])
+    lose(me, [0])
+    resumed, again = train(me, "full", resume=resume, max_steps=20)
+    assert torch.equal(script.shards(whole), script.shards(resumed))
     # 4 steps an epoch: the rows of the right epoch, too
-    assert [o[:3] for o in out] == [(True, True, True)] * 2
-    assert out[0][3] == [8, 12, 16, 20] and out[1][3] == [4, 8, 12, 16, 20]
+    assert rates[4:] == again and history(whole, "loss")[4:] == history(resumed, "loss")[-16:]
+    assert kept(me) == ([4] if me.island else []) + [8, 12, 16, 20]
 
 
 class Ends(TrainerCallback):
@@ -121,12 +113,9 @@ class Ends(TrainerCallback):
             shutil.rmtree(Path(args.output_dir) / f"checkpoint-{self.step}")
 
 
-SHARDED = {
-    "diloco": {"period": 3},
-    "demo": {},
-    "desloc": {"period": 2},
-    "streaming_diloco": {"period": 4, "delay": 2},
-}
+SHARDED = dict(
+    diloco={"period": 3}, demo={}, desloc={"period": 2}, streaming_diloco={"period": 4, "delay": 2}
+)
 
 
 @pytest.mark.parametrize("preset", SHARDED)
@@ -155,28 +144,23 @@ def test_trainer_take_over_ends_equal(run_ranks, preset, fsdp):
     last = out[-1]
     # a fresh model: 3.5
     assert last.value[3] == [10] and first[3] == [5, 10] and max(last.value[2]) < 3.3
-    assert (
-        "island1: nothing of step 5 here: took over from island0" in out[1 + fsdp].log
-        and "begin anew here" in out[1 + fsdp].log
-    )
+    assert "island1: nothing of step 5 here: took over from island0" in out[1 + fsdp].log
+    assert "begin anew here" in out[1 + fsdp].log
 
 
 def test_trainer_take_over_no_checkpoint(run_ranks):
     """Without any checkpoint `True` and a path are refused and `auto` begins."""
 
     def run(rank):
-        with pytest.raises(NeedsDecision, match="no island holds a checkpoint"):
-            train(rank, "diloco", {"period": 3}, resume=True)
-        with pytest.raises(
-            NeedsDecision,
-            match=r"island0: checkpoint-7 \(not there\), island1: checkpoint-7 \(not there\)",
-        ):
-            train(rank, "diloco", {"period": 3}, resume="out/checkpoint-7")
+        there = (r"island0: checkpoint-7 \(not there\), island1: checkpoint-7 \(not there\)",)
+        for resume, said in ((True, "no island holds a checkpoint"), ("out/checkpoint-7", *there)):
+            with pytest.raises(NeedsDecision, match=said):
+                train(rank, "diloco", {"period": 3}, resume=resume)
         begun, rates = train(rank, "diloco", {"period": 3}, resume="auto", max_steps=4)
-        return script.shards(begun), rates[0][0]
+        assert rates[0][0] == 1
+        return script.shards(begun)
 
-    a, b = run_ranks(run, islands=2, procs=1, timeout=120)
-    assert torch.equal(a[0], b[0]) and a[1] == b[1] == 1
+    assert torch.equal(*run_ranks(run, islands=2, procs=1, timeout=120))
 
 
 def test_trainer_resume_auto_says_once_that_training_begins(tmp_path, caplog):
@@ -221,22 +205,15 @@ def test_trainer_take_over_fresh(run_ranks):
 
     def run(rank):
         train(rank, "diloco", {"period": 3}, max_steps=8)
+        own = rank.folder / "disk0" / "out" / "island0"
         for step in (4, 8) if rank.island == 0 else ():
-            (
-                rank.folder
-                / "disk0"
-                / "out"
-                / "island0"
-                / f"checkpoint-{step}"
-                / "trainer_state.json"
-            ).unlink()
-        resumed, rates = train(
-            rank, "diloco", {"period": 3, "fresh": True}, resume=True, max_steps=12
-        )
-        return script.shards(resumed), [r[0] for r in rates]
+            (own / f"checkpoint-{step}" / "trainer_state.json").unlink()
+        line = {"period": 3, "fresh": True}
+        resumed, rates = train(rank, "diloco", line, resume=True, max_steps=12)
+        assert [r[0] for r in rates] == [9, 10, 11, 12]
+        return script.shards(resumed)
 
-    a, b = run_ranks(run, islands=2, procs=1, timeout=120)
-    assert torch.equal(a[0], b[0]) and a[1] == b[1] == [9, 10, 11, 12]
+    assert torch.equal(*run_ranks(run, islands=2, procs=1, timeout=120))
 
 
 def test_trainer_take_over_from_furthest(run_ranks):
@@ -253,10 +230,8 @@ def test_trainer_take_over_from_furthest(run_ranks):
         return script.shards(resumed), rates, kept(rank)
 
     out = run_ranks(run, islands=3, procs=1, timeout=120)
-    assert (
-        all(torch.equal(o[0], out[0][0]) and o[1] == out[0][1] for o in out)
-        and out[0][1][0][0] == 6
-    )
+    assert all(torch.equal(o[0], out[0][0]) and o[1] == out[0][1] for o in out)
+    assert out[0][1][0][0] == 6
     assert [o[2] for o in out] == [[4, 8], [5, 8], [8]]
 
 
@@ -318,21 +293,13 @@ def test_trainer_resume_of_zero_by_other_ranks_is_refused(tmp_path):
         refuse_sharded(tmp_path, SimpleNamespace(one_world=False, world=1))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
-        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 9),
-        lambda o: torch.optim.lr_scheduler.SequentialLR(
-            o,
-            [
-                torch.optim.lr_scheduler.ConstantLR(o),
-                torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
-            ],
-            [3],
-        ),
-    ],
-)
+@pytest.mark.parametrize("make", [
+    lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 9),
+    lambda o: torch.optim.lr_scheduler.SequentialLR(o,
+        [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
+        [3]),
+])  # fmt: skip
 def test_take_over_scheduler_forwarded(make, recwarn):
     """A scheduler is forwarded to the step of the donor."""
     rates = []
@@ -361,13 +328,9 @@ def test_take_over_log_names_losses():
     trainer = SimpleNamespace(args=args, state=SimpleNamespace(best_metric=1.0))
     exchange = SimpleNamespace(config=fsdp_demo.preset("diloco"), step=4)
     text = sentence(trainer, exchange, TakeOver(4, "a"), moments=False)
-    assert (
-        text.startswith("nothing of step 4 here: took over from a, rows are skipped")
-        and "best model so far is on the other" in text
-    )
+    assert text.startswith("nothing of step 4 here: took over from a, rows are skipped")
+    assert "best model so far is on the other" in text
     said = {name: taking_over.begins_anew(fsdp_demo.preset(name)) for name in fsdp_demo.presets()}
-    assert (
-        said["full"] == "random states begin anew here"
-        and "moments" in said["diloco"]
-        and "accumulators" in said["sparse_loco"]
-    )
+    assert said["full"] == "random states begin anew here"
+    assert "moments" in said["diloco"]
+    assert "accumulators" in said["sparse_loco"]

@@ -21,9 +21,7 @@ from fsdp_demo.launch import __main__ as launch
 from fsdp_demo.launch.command_line import CommandParser
 
 
-def test_cli_silent_store_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cli_silent_store_is_one_line(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A silent store ends a command with one line of an error."""
     monkeypatch.setattr(
         "fsdp_demo.rendezvous.topology.Topology.open_store", refuse(StoreSilent("none"))
@@ -33,9 +31,7 @@ def test_cli_silent_store_is_one_line(
     assert capsys.readouterr().err == "fsdp-demo: error: none\n"
 
 
-def test_cli_unreadable_file_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cli_unreadable_file_is_one_line(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A file that cannot be read ends a command with one line of an error."""
     broken = PermissionError(13, "Permission denied", "run")
     monkeypatch.setattr("fsdp_demo.tools.inspect.inspect", refuse(broken))
@@ -92,9 +88,7 @@ def test_cli_presets_are_listed_and_printed_as_yaml(capsys: pytest.CaptureFixtur
 COMMANDS = cli.parser().commands()
 
 
-def test_cli_alone_lists_every_command(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_cli_alone_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     """`fsdp-demo` alone lists every command, in the order of their use."""
     assert cli.main([]) == 0
     told = capsys.readouterr().out
@@ -113,26 +107,21 @@ def test_cli_help_ends_with_an_example_that_parses(name: str) -> None:
     assert cli.parser().parse_args(ours[:cut]).run_command
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        ("rehears", "unknown command 'rehears'; did you mean rehearse? (fsdp-demo --help)"),
-        ("zzzz", f"unknown command 'zzzz'; there are {', '.join(COMMANDS)} (fsdp-demo --help)"),
-        ("--versions", "unknown flag --versions; did you mean --version? (fsdp-demo --help)"),
-        ("rehearse --island 2", "unknown flag --island; did you mean --islands?"),
-        ("plan --target 0.9", "unknown flag --target; did you mean --target-utilisation?"),
-        ("plan --link 1Gbit -5Mbit", "-5Mbit is below 0: a value with a unit must be above it"),
-        ("plan --rtt -40ms", "-40ms is below 0"),
-        ("rehearse --lnk=3", "unknown flag --lnk; did you mean --link?"),
-        ("rehearse --islands 2 --procs 1 go.py 3", "a script stands behind --, as in -- go.py"),
-        ("rehearse --islands 2", "the following arguments are required: --procs"),
-        ("rehearse --islands x --procs 1", "argument --islands: invalid int value: 'x'"),
-        ("status -- train.py", "status takes no script behind --, found 'train.py'"),
-    ],
-)
-def test_cli_wrong_words_are_one_line(
-    words: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("words, said", [
+    ("rehears", "unknown command 'rehears'; did you mean rehearse? (fsdp-demo --help)"),
+    ("zzzz", f"unknown command 'zzzz'; there are {', '.join(COMMANDS)} (fsdp-demo --help)"),
+    ("--versions", "unknown flag --versions; did you mean --version? (fsdp-demo --help)"),
+    ("rehearse --island 2", "unknown flag --island; did you mean --islands?"),
+    ("plan --target 0.9", "unknown flag --target; did you mean --target-utilisation?"),
+    ("plan --link 1Gbit -5Mbit", "-5Mbit is below 0: a value with a unit must be above it"),
+    ("plan --rtt -40ms", "-40ms is below 0"),
+    ("rehearse --lnk=3", "unknown flag --lnk; did you mean --link?"),
+    ("rehearse --islands 2 --procs 1 go.py 3", "a script stands behind --, as in -- go.py"),
+    ("rehearse --islands 2", "the following arguments are required: --procs"),
+    ("rehearse --islands x --procs 1", "argument --islands: invalid int value: 'x'"),
+    ("status -- train.py", "status takes no script behind --, found 'train.py'"),
+])  # fmt: skip
+def test_cli_wrong_words_are_one_line(words, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A wrong flag or value is refused in one line."""
     with pytest.raises(SystemExit) as ended:
         cli.main(words.split())
@@ -166,9 +155,7 @@ def test_cli_output_is_plain_and_imports_no_torch() -> None:
     assert run.returncode == 0 and b"\x1b" not in run.stdout, run.stderr
 
 
-def test_cli_launch_names_the_nearest_flag(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_cli_launch_names_the_nearest_flag(capsys: pytest.CaptureFixture[str]) -> None:
     """`launch` names the nearest flag and leaves those of other launchers alone."""
     with pytest.raises(SystemExit):
         launch._parse(["--restart", "3", "torchrun", "train.py"])

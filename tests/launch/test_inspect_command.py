@@ -61,20 +61,16 @@ def inspected(capsys: pytest.CaptureFixture[str]) -> Callable[[Path], tuple[int,
     return call
 
 
-def test_inspect_says_what_is_in_a_run(
-    run_folder: Path, inspected, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_says_what_is_in_a_run(run_folder, inspected, capsys) -> None:
     """`fsdp-demo inspect` names the checkpoints of a run, their owners and settings."""
     status, found = inspected(run_folder)
     assert status == 0 and [(f["step"], f["holds"]) for f in found] == [
         (step, {str(i): f"island{i}"}) for i in range(2) for step in (3, 4)
     ]
     one, late = found[0], found[1]
-    assert (
-        one["complete"]
-        and one["problems"] == []
-        and (one["preset"], one["islands"], one["topology"]) == ("diloco", 2, "islands")
-    )
+    assert one["complete"]
+    assert one["problems"] == []
+    assert (one["preset"], one["islands"], one["topology"]) == ("diloco", 2, "islands")
     assert one["settings"] == {
         "delta.schedule.sync_every": 2,
         "delta.schedule.delay": 1,
@@ -87,13 +83,10 @@ def test_inspect_says_what_is_in_a_run(
         30,
         2 * 3 * 7,
     )
-    assert (
-        one["states"] == {"delta": {"anchor": 910 * 4, "momentum": 910 * 4}}
-        and one["in_flight"] == []
-    )
-    assert [(f["step"], f["channels"]) for f in late["in_flight"]] == [(3, ["delta"])] and late[
-        "in_flight"
-    ][0]["bytes"] > 0
+    assert one["states"] == {"delta": {"anchor": 910 * 4, "momentum": 910 * 4}}
+    assert one["in_flight"] == []
+    assert [(f["step"], f["channels"]) for f in late["in_flight"]] == [(3, ["delta"])]
+    assert late["in_flight"][0]["bytes"] > 0
     assert one["versions"]["format"] == 3 and one["bytes"] > 2 * 910 * 4
     newest = [run_folder / f"island{i}" / "checkpoint-4" for i in range(2)]
     assert cli.main(["inspect", str(newest[0])]) == cli.main(["inspect", str(newest[1])]) == 0
@@ -192,9 +185,7 @@ def test_inspect_of_several_begins_with_the_summary() -> None:
     )
 
 
-def test_inspect_counts_an_early_part(
-    tmp_path: Path, inspected, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_counts_an_early_part(tmp_path, inspected, capsys) -> None:
     """An island that has left after an early part took part, as exchanges.jsonl says; a resume
     counts it as away.
     """
@@ -241,36 +232,28 @@ def test_inspect_says_what_a_resume_does() -> None:
     assert shared(found).endswith("islands 1 and 2 from step 420, island 0 takes over from them")
 
 
-def test_inspect_says_what_is_missing_or_damaged(
-    run_folder: Path, inspected, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_says_what_is_missing_or_damaged(run_folder, inspected, capsys) -> None:
     """`inspect` names each file of a checkpoint that is missing or damaged."""
     exchange = run_folder / "island0" / "checkpoint-3" / "exchange"
     tensors = exchange / "rank1.safetensors"
     good = tensors.read_bytes()
     tensors.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     status, (found,) = inspected(exchange.parent)
-    assert (
-        status == 1
-        and not found["complete"]
-        and found["problems"] == [f"{tensors} is damaged, its checksum does not fit"]
-    )
+    assert status == 1
+    assert not found["complete"]
+    assert found["problems"] == [f"{tensors} is damaged, its checksum does not fit"]
     tensors.write_bytes(good)
     (exchange / "rank1.json").unlink()
     status, (found,) = inspected(exchange)
-    assert (
-        status == 1
-        and found["problems"] == ["island 0 lacks the part of rank 1"]
-        and found["step"] == 3
-    )
+    assert status == 1
+    assert found["problems"] == ["island 0 lacks the part of rank 1"]
+    assert found["step"] == 3
     (exchange / "rank0.json").write_text("{")
     status, error = inspected(exchange.parent)
-    assert (
-        status == 2
-        and "rank0.json is damaged" in error
-        and error.startswith("fsdp-demo: error: ")
-        and error.count("\n") == 1
-    )
+    assert status == 2
+    assert "rank0.json is damaged" in error
+    assert error.startswith("fsdp-demo: error: ")
+    assert error.count("\n") == 1
     assert cli.main(["inspect", str(run_folder)]) == 1
     text = capsys.readouterr().out
     assert "NOT READABLE: " in text and "whole on all islands: 4" in text
@@ -286,17 +269,14 @@ def test_inspect_checks_the_files_that_a_manifest_names(run_folder: Path, inspec
     assert inspected(folder)[0] == 0
     (folder / "model.bin").write_bytes(b"124")
     status, (found,) = inspected(folder)
-    assert status == 1 and found["problems"] == [
-        f"{folder / 'model.bin'} is damaged, its checksum does not fit"
-    ]
+    assert status == 1
+    assert found["problems"] == [f"{folder / 'model.bin'} is damaged, its checksum does not fit"]
     (folder / "model.bin").unlink()
     assert inspected(folder)[1][0]["problems"] == [f"{folder / 'model.bin'} is missing"]
 
 
 @pytest.mark.parametrize("make, says", [(False, "no such folder"), (True, "holds no checkpoint")])
-def test_inspect_refuses_other_folders(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: bool, says: str
-) -> None:
+def test_inspect_refuses_other_folders(tmp_path, capsys, make: bool, says: str) -> None:
     """`inspect` refuses a folder without checkpoints."""
     folder = tmp_path / "run"
     if make:

@@ -124,9 +124,7 @@ def test_rehearse_by_accelerate_runs_every_rank(run_id: str, tmp_path: Path) -> 
     ], output
 
 
-def test_rehearse_has_a_store_with_a_file(
-    run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rehearse_has_a_store_with_a_file(run_id, tmp_path, monkeypatch) -> None:
     """The store of a rehearsal has a file and the user's token."""
     monkeypatch.setenv("ISLAND_TOKEN", "a token that is long enough")
     script = tmp_path / "meet.py"
@@ -185,9 +183,7 @@ def test_rehearse_by_torchrun_runs_every_rank(run_id: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "launcher", ["accelerate", "torchrun", pytest.param("deepspeed", marks=pytest.mark.slow)]
 )
-def test_rehearse_runs_a_module(
-    run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
-) -> None:
+def test_rehearse_runs_a_module(run_id, tmp_path, monkeypatch, launcher: str) -> None:
     """`rehearse -- -m module` runs a module by each launcher."""
     pytest.importorskip(launcher) if launcher != "torchrun" else None
     package = tmp_path / "pkg"
@@ -256,9 +252,7 @@ def test_rehearse_status_75_of_islands_that_save_and_leave(run_id: str, tmp_path
 @ON_LINUX
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["rehearse", "launcher"])
-def test_rehearse_leaves_nothing_when_a_parent_is_killed(
-    victim: str, run_id: str, tmp_path: Path
-) -> None:
+def test_rehearse_leaves_nothing_when_a_parent_is_killed(victim, run_id, tmp_path: Path) -> None:
     """No process is left when the rehearsal or a launcher is killed."""
     script = tmp_path / "wait.py"
     script.write_text(WAIT.format(act=""))
@@ -281,52 +275,29 @@ def test_rehearse_leaves_nothing_when_a_parent_is_killed(
     assert process.returncode == 137, output
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["--islands", "0", "--procs", "1", "--", __file__], "--islands 0: must be 1 or more"),
-        (["--islands", "2", "--procs", "-1", "--", __file__], "--procs -1: must be 1 or more"),
-        (["--islands", "2", "--procs", "1"], "no script"),
-        (
-            ["--islands", "2", "--procs", "1", "--", "nowhere.py"],
-            "script 'nowhere.py': no such file",
-        ),
-        (["--islands", "2", "--procs", "1", "--", "-m"], "-m : no such module"),
-        (
-            ["--islands", "2", "--procs", "1", "--", "-m", "nowhere.train"],
-            "-m nowhere.train: no such module",
-        ),
-        (["--islands", "2", "--procs", "1", "--link", "fast", "--", __file__], "link rate 'fast'"),
-        (["--islands", "2", "--procs", "1", "--rtt", "40", "--", __file__], "link round trip '40'"),
-        (["--islands", "2", "--procs", "1", "--run", "a b", "--", __file__], "--run 'a b'"),
-    ],
-)
-def test_rehearse_refuses_wrong_flags(
-    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("words", "text"), [
+    (["--islands", "0", "--procs", "1", "--", __file__], "--islands 0: must be 1 or more"),
+    (["--islands", "2", "--procs", "-1", "--", __file__], "--procs -1: must be 1 or more"),
+    (["--islands", "2", "--procs", "1"], "no script"),
+    (["--islands", "2", "--procs", "1", "--", "nowhere.py"], "script 'nowhere.py': no such file"),
+    (["--islands", "2", "--procs", "1", "--", "-m"], "-m : no such module"),
+    (["--islands", "2", "--procs", "1", "--", "-m", "nowhere.train"],
+        "-m nowhere.train: no such module"),
+    (["--islands", "2", "--procs", "1", "--link", "fast", "--", __file__], "link rate 'fast'"),
+    (["--islands", "2", "--procs", "1", "--rtt", "40", "--", __file__], "link round trip '40'"),
+    (["--islands", "2", "--procs", "1", "--run", "a b", "--", __file__], "--run 'a b'"),
+])  # fmt: skip
+def test_rehearse_refuses_wrong_flags(words: list[str], text, capsys) -> None:
     """`rehearse` refuses wrong flags with a clear text."""
     assert cli.main(["rehearse", *words]) == 2
     assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("count", "visible", "procs", "expected"),
-    [
-        (0, None, 2, ["", ""]),
-        (4, None, 2, ["0,1", "2,3"]),
-        (4, "4,5,6,7", 2, ["4,5", "6,7"]),
-        (1, None, 1, ["0", "0"]),
-        (1, None, 2, ["", ""]),
-        (3, None, 2, ["0,1", "0,1"]),
-    ],
-)
-def test_rehearse_splits_gpus_over_islands(
-    count: int,
-    visible: str | None,
-    procs: int,
-    expected: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize(("count", "visible", "procs", "expected"), [
+    (0, None, 2, ["", ""]), (4, None, 2, ["0,1", "2,3"]), (4, "4,5,6,7", 2, ["4,5", "6,7"]),
+    (1, None, 1, ["0", "0"]), (1, None, 2, ["", ""]), (3, None, 2, ["0,1", "0,1"]),
+])  # fmt: skip
+def test_rehearse_splits_gpus_over_islands(count, visible, procs, expected, monkeypatch) -> None:
     """The visible GPUs are split over the islands, or shared where they do not suffice."""
     monkeypatch.setattr("fsdp_demo.launch.rehearsal.may_have_gpus", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
@@ -367,13 +338,9 @@ def test_rehearse_splitter_keeps_lines_whole() -> None:
     """Lines of output arrive whole in whatever pieces they come."""
     data = "α one\r\n 10%\r 20%\r\rtwo\nrest".encode()
     expected = [
-        ("α one", False),
-        (" 10%", True),
-        (" 20%", True),
-        ("", True),
-        ("two", False),
+        ("α one", False), (" 10%", True), (" 20%", True), ("", True), ("two", False),
         ("rest", False),
-    ]
+    ]  # fmt: skip
     for size in (1, 2, 3, 5, len(data)):
         splitter = Splitter()
         pieces = [data[at : at + size] for at in range(0, len(data), size)]

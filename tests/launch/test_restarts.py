@@ -28,9 +28,7 @@ from .rehearsals import ON_LINUX, WAIT, lines_until
 
 
 @pytest.fixture
-def island(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[list[tuple[list[str], dict[str, str]]]]:
+def island(monkeypatch, tmp_path: Path) -> Iterator[list[tuple[list[str], dict[str, str]]]]:
     """What `supervise` starts; instead of a process each ends with the next number of STATUSES."""
     started: list[tuple[list[str], dict[str, str]]] = []
 
@@ -46,22 +44,11 @@ def island(
     yield started
 
 
-@pytest.mark.parametrize(
-    ("statuses", "starts", "last"),
-    [
-        ("0", 1, 0),
-        ("75 0", 2, 0),
-        ("137 75 139", 3, 139),
-        ("75 75 75", 3, 75),
-        ("1", 1, 1),
-        ("2", 1, 2),
-        ("78", 1, 78),
-        ("75 78", 2, 78),
-    ],
-)
-def test_restarts_by_status(
-    island, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, statuses: str, starts: int, last: int
-) -> None:
+@pytest.mark.parametrize(("statuses", "starts", "last"), [
+    ("0", 1, 0), ("75 0", 2, 0), ("137 75 139", 3, 139), ("75 75 75", 3, 75), ("1", 1, 1),
+    ("2", 1, 2), ("78", 1, 78), ("75 78", 2, 78),
+])  # fmt: skip
+def test_restarts_by_status(island, monkeypatch, tmp_path, statuses, starts, last: int) -> None:
     """An island is started again by the status that it ended with, with the words of `--resume-
     args`.
     """
@@ -83,7 +70,8 @@ def test_restarts_of_rehearse_reach_launch() -> None:
         2, 1, (__file__, "--lr", "1"), "torchrun", restarts=3, resume_args="--resume auto"
     )
     words = launched(plan, Path("/nowhere"), False)
-    assert launch._parse(words[3:])[:2] == (3, ["--resume", "auto"]) and words[-3:] == [
+    assert launch._parse(words[3:])[:2] == (3, ["--resume", "auto"])
+    assert words[-3:] == [
         __file__,
         "--lr",
         "1",
@@ -167,12 +155,8 @@ def test_restarts_not_after_a_signal_to_end(run_id: str, tmp_path: Path) -> None
         "--master-port",
         "0",
     ]
-    env = {
-        **os.environ,
-        "ISLAND_RUN": run_id,
-        "ISLAND_RANK": "0",
-        "ISLAND_STATUS": str(tmp_path / "status"),
-    }
+    status = str(tmp_path / "status")
+    env = os.environ | dict(ISLAND_RUN=run_id, ISLAND_RANK="0", ISLAND_STATUS=status)
     process = subprocess.Popen(
         [*words, str(script)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -126,16 +126,13 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str,
     }
 
 
-@pytest.mark.parametrize(
-    ("case", "text"),
-    [
-        ("lost", "PeerLost: island 1"),
-        ("no store", "no store answers at ISLAND_ENDPOINT"),
-        ("nobody came", "missing 1"),
-        ("no checkpoints", "waited 2 s for 2 islands at"),
-        ("full", "cannot write its file"),
-    ],
-)
+@pytest.mark.parametrize(("case", "text"), [
+    ("lost", "PeerLost: island 1"),
+    ("no store", "no store answers at ISLAND_ENDPOINT"),
+    ("nobody came", "missing 1"),
+    ("no checkpoints", "waited 2 s for 2 islands at"),
+    ("full", "cannot write its file"),
+])  # fmt: skip
 def test_status_75_for_what_others_or_the_store_caused(ended, case: str, text: str) -> None:
     """An uncaught error that other islands or the store caused ends a script with 75."""
     status, said, told = ended[case]

@@ -61,11 +61,7 @@ def test_store_command_keeps_its_file_where_it_was_started(tmp_path: Path) -> No
     """The store keeps its file in the folder in which it was started."""
     found, token = [], "a token that is long enough"
     for _ in range(2):
-        env = {
-            **os.environ,
-            "ISLAND_TOKEN": token,
-            "PYTHONPATH": str(Path(cli.__file__).parents[1]),
-        }
+        env = os.environ | {"ISLAND_TOKEN": token, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
         words = command("store", "--bind", "127.0.0.1:0")
         with subprocess.Popen(
             words, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=env
@@ -89,15 +85,13 @@ def test_store_command_keeps_its_file_where_it_was_started(tmp_path: Path) -> No
                 assert process.wait(30) == 0
             finally:
                 process.kill()
-    assert [count for count, _ in found] == ["x", "xx"] and [
-        who.generation for _, who in found
-    ] == [
+    assert [count for count, _ in found] == ["x", "xx"]
+    assert [who.generation for _, who in found] == [
         1,
         2,
     ]
-    assert found[0][1].name == found[1][1].name and [f.name for f in tmp_path.iterdir()] == [
-        "fsdp_demo_store.sqlite"
-    ]
+    assert found[0][1].name == found[1][1].name
+    assert [f.name for f in tmp_path.iterdir()] == ["fsdp_demo_store.sqlite"]
 
 
 @contextmanager
@@ -162,9 +156,7 @@ def test_store_command_restarts_a_killed_server(tmp_path: Path) -> None:
 @ON_LINUX
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_store_command_leaves_no_server_behind(
-    tmp_path: Path, number: signal.Signals, frozen: bool
-) -> None:
+def test_store_command_leaves_no_server_behind(tmp_path, number: signal.Signals, frozen) -> None:
     """No server outlives `fsdp-demo store`, also where the server is frozen."""
     with serving("--file", str(tmp_path / "keys")) as (process, endpoint):
         server = server_of(process.pid)
@@ -204,33 +196,26 @@ def test_store_command_refused_file_ends_it() -> None:
         )
 
 
-def test_store_command_warns_of_open_address_and_short_token(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_store_command_warns_of_open_address_and_short_token(monkeypatch, capsys) -> None:
     """An open address without a token is warned of, and a short token is refused."""
     for token, warned in (("", 2), ("a token that is long enough", 1)):
         store = StoreServer("0.0.0.0:0", ":memory:", token)
         store.serve_while(lambda: False)  # closes it
-        assert (
-            len(store.warnings) == warned
-            and "keeps nothing" in store.warnings[-1]
-            and "0.0.0.0" not in store.endpoint
-        )
+        assert len(store.warnings) == warned
+        assert "keeps nothing" in store.warnings[-1]
+        assert "0.0.0.0" not in store.endpoint
     monkeypatch.setenv("ISLAND_TOKEN", "short")
     for bind in ("127.0.0.1:0", "zmq://127.0.0.1:0"):
         assert cli.main(["store", "--bind", bind]) == 2
         assert "ISLAND_TOKEN has 5 characters" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("there", "here", "status", "says"),
-    [
-        (TOKEN, "short", 2, "ISLAND_TOKEN has 5 characters, allowed are 16 or more"),
-        (TOKEN, "another token, as long", 2, "must be the same at the store"),
-        (TOKEN, "", 2, "must be the same at the store"),
-        (TOKEN, TOKEN, 1, ""),
-    ],
-)
+@pytest.mark.parametrize(("there", "here", "status", "says"), [
+    (TOKEN, "short", 2, "ISLAND_TOKEN has 5 characters, allowed are 16 or more"),
+    (TOKEN, "another token, as long", 2, "must be the same at the store"),
+    (TOKEN, "", 2, "must be the same at the store"),
+    (TOKEN, TOKEN, 1, ""),
+])  # fmt: skip
 def test_status_command_ends_whatever_token_it_is_given(
     there: str, here: str, status: int, says: str, tmp_path: Path
 ) -> None:
@@ -295,22 +280,11 @@ def test_store_command_warns_of_public_addresses() -> None:
         assert _open_to(ipaddress.ip_address(private), "") == [], private
 
 
-@pytest.mark.parametrize(
-    "bind",
-    [
-        "127.0.0.1",
-        "127.0.0.1:",
-        ":1",
-        "127.0.0.1:70000",
-        "::1:29500",
-        "127.0.0.1:x",
-        "",
-        "no such name:1",
-    ],
-)
-def test_store_command_refuses_wrong_addresses(
-    bind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("bind", [
+    "127.0.0.1", "127.0.0.1:", ":1", "127.0.0.1:70000", "::1:29500", "127.0.0.1:x", "",
+    "no such name:1",
+])  # fmt: skip
+def test_store_command_refuses_wrong_addresses(bind, capsys: pytest.CaptureFixture[str]) -> None:
     """A wrong `--bind` is refused."""
     assert cli.main(["store", "--bind", bind]) == 2
     assert re.search(
@@ -318,9 +292,7 @@ def test_store_command_refuses_wrong_addresses(
     )
 
 
-def test_store_command_refuses_an_address_of_another_machine(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_store_command_refuses_an_address_of_another_machine(capsys) -> None:
     """An address of another machine is refused."""
     assert cli.main(["store", "--bind", "198.51.100.7:0"]) == 2
     assert "no such address" in capsys.readouterr().err

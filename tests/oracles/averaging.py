@@ -47,14 +47,12 @@ class Averaging(Replicas):
         **kw: Any,
     ):
         super().__init__(*args, **kw)
-        self.period, self.states, self.delay, self.state_delay, self.mix, self.code = (
-            period,
-            states or {},
-            delay,
-            state_delay,
-            mix,
-            code,
-        )
+        self.period = period
+        self.states = states or {}
+        self.delay = delay
+        self.state_delay = state_delay
+        self.mix = mix
+        self.code = code
         self.flying: list[Sent] = []
         self.states_flying: list[tuple[int, str, dict[str, torch.Tensor]]] = []
         for optimizer in self.inner:

@@ -22,25 +22,10 @@ from .sparse import Coding, DecoupledMomentum, Demo, Shard, Sparse, SparseLoCo
 from .streaming import MuLoCo, Streaming, fragments
 
 __all__ = [
-    "Averaging",
-    "Coding",
-    "DecoupledMomentum",
-    "Demo",
-    "DiLoCo",
-    "Full",
-    "Gradients",
-    "Inner",
-    "MuLoCo",
-    "Replicas",
-    "Shard",
-    "Sparse",
-    "SparseLoCo",
-    "Streaming",
-    "Tensors",
-    "due",
-    "fragments",
-    "mean",
-]
+    "Averaging", "Coding", "DecoupledMomentum", "Demo", "DiLoCo", "Full", "Gradients", "Inner",
+    "MuLoCo", "Replicas", "Shard", "Sparse", "SparseLoCo", "Streaming", "Tensors", "due",
+    "fragments", "mean",
+]  # fmt: skip
 
 
 class Full(Replicas):
@@ -87,13 +72,11 @@ class DiLoCo(Replicas):
         **kw: Any,
     ):
         super().__init__(*args, **kw)
-        self.period, self.lr, self.momentum, self.code, self.warmup = (
-            period,
-            lr,
-            momentum,
-            code,
-            warmup,
-        )
+        self.period = period
+        self.lr = lr
+        self.momentum = momentum
+        self.code = code
+        self.warmup = warmup
         self.anchor = {n: p.detach().clone() for n, p in self.theta[0].items()}
         self.m = {n: torch.zeros_like(a) for n, a in self.anchor.items()}
 

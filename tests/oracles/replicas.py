@@ -60,14 +60,12 @@ class Replicas:
         schedule: Callable[[int], float] | None = None,
         dtype: torch.dtype = torch.float64,
     ):
-        self.R, self.S, self.clip, self.clip_over, self.schedule, self.t = (
-            replicas,
-            shards,
-            clip,
-            clip_over,
-            schedule,
-            0,
-        )
+        self.R = replicas
+        self.S = shards
+        self.clip = clip
+        self.clip_over = clip_over
+        self.schedule = schedule
+        self.t = 0
         self.theta: list[Tensors] = [
             {n: p.detach().to(dtype).clone().requires_grad_() for n, p in params.items()}
             for _ in range(replicas)

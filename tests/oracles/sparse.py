@@ -149,13 +149,11 @@ class Sparse(Replicas):
         **kw: Any,
     ):
         super().__init__(*args, **kw)
-        self.coding, self.beta, self.residual, self.alpha, self.gain = (
-            coding or Coding(),
-            beta,
-            residual,
-            alpha,
-            gain,
-        )
+        self.coding = coding or Coding()
+        self.beta = beta
+        self.residual = residual
+        self.alpha = alpha
+        self.gain = gain
         self.period, self.delay = period, delay
         self.shards = {
             n: [

@@ -56,14 +56,9 @@ def block_bytes(k: int, values: float | None = None) -> float:
 
 
 SYMBOLS = {
-    (0,): [0],
-    (1,): [1],
-    (2,): [2],
-    (1, 2): [3, 0],
-    (0, 2): [3, 1],
-    (0, 1): [3, 2],
+    (0,): [0], (1,): [1], (2,): [2], (1, 2): [3, 0], (0, 2): [3, 1], (0, 1): [3, 2],
     (0, 1, 2): [3, 3, 0],
-}
+}  # fmt: skip
 """By where the ones of three bits are."""
 
 

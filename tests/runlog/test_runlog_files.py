@@ -17,6 +17,7 @@ from fsdp_demo.runlog import files
 from fsdp_demo.runlog.files import load, load_all
 from fsdp_demo.runlog.record import RunRecord
 
+from ..support.inside import in_ranks
 from . import made
 
 
@@ -116,20 +117,21 @@ def test_runlog_full_disk_is_a_warning(tmp_path, caplog) -> None:
     assert load(tmp_path).notes[1:] == ["island0: 4 lines could not be written."]
 
 
-def test_runlog_line_is_whole_or_absent(tmp_path, run_ranks) -> None:
+@in_ranks(1, 1)
+def test_runlog_line_is_whole_or_absent(me, tmp_path) -> None:
     """Of a line for which there is no room nothing stays in the file (RLIMIT_FSIZE of a rank)."""
-
-    def work(rank):
-        path = tmp_path / files.STEPS_FILE
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
-        record = RunRecord(tmp_path, made.Said(made.Place(0, 1)), steps=9, parameters=1, procs=1)
-        for step in range(1, 9):
-            record.line({"step": step, "seconds": 1.5, "loss": 3.25})
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-        record.line({"step": 9, "seconds": 9.5})
-        return [(line["step"], line.get("missing")) for line in lines(path)]
-
-    assert run_ranks(work, 1, 1) == [[(1, None), (2, None), (9, 6)]]
+    path = tmp_path / files.STEPS_FILE
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    record = RunRecord(tmp_path, made.Said(made.Place(0, 1)), steps=9, parameters=1, procs=1)
+    for step in range(1, 9):
+        record.line({"step": step, "seconds": 1.5, "loss": 3.25})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    record.line({"step": 9, "seconds": 9.5})
+    assert [(line["step"], line.get("missing")) for line in lines(path)] == [
+        (1, None),
+        (2, None),
+        (9, 6),
+    ]
 
 
 def test_runlog_unwritable_folder_ends_nothing(tmp_path) -> None:
@@ -217,19 +219,14 @@ def test_runlog_writes_each_exchange_once(tmp_path) -> None:
     assert [e["step"] for e in lines(tmp_path / files.EXCHANGES_FILE)] == list(range(6))
 
 
-@pytest.mark.parametrize(
-    ("prepare", "says"),
-    [
-        (lambda f: None, "is no folder: give the output folder of a run"),
-        (lambda f: f.mkdir(), "holds no run: neither it nor a folder in it has a run.json"),
-        (
-            lambda f: (f.mkdir(), (f / "run.json").write_text('{"format": 99}')),
-            "has format 99, this release reads 1",
-        ),
-        (lambda f: (f.mkdir(), (f / "run.json").write_text("{")), "is no JSON"),
-        (lambda f: (f.mkdir(), (f / "run.json").write_text("[]")), "holds a list"),
-    ],
-)
+@pytest.mark.parametrize(("prepare", "says"), [
+    (lambda f: None, "is no folder: give the output folder of a run"),
+    (lambda f: f.mkdir(), "holds no run: neither it nor a folder in it has a run.json"),
+    (lambda f: (f.mkdir(), (f / "run.json").write_text('{"format": 99}')),
+        "has format 99, this release reads 1"),
+    (lambda f: (f.mkdir(), (f / "run.json").write_text("{")), "is no JSON"),
+    (lambda f: (f.mkdir(), (f / "run.json").write_text("[]")), "holds a list"),
+])  # fmt: skip
 def test_runlog_refuses_other_folders(tmp_path, prepare, says) -> None:
     """A folder that is no run is refused in one sentence."""
     prepare(tmp_path / "run")

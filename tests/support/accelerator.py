@@ -28,14 +28,9 @@ from fsdp_demo.compression import formats, transform
 
 DEVICE = torch.device("lazy", 0)  # a type of device that torch knows, and that no library serves
 UNCOUNTED = (
-    "empty",
-    "empty_like",
-    "new_empty",
-    "empty_strided",
-    "new_empty_strided",
-    "detach",
+    "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach",
     "lift_fresh",
-)
+)  # fmt: skip
 
 
 def _leaves(value: Any) -> list[Any]:

@@ -21,14 +21,9 @@ from . import guard
 from .ranks import Call, Job, Rank, encode
 
 LAUNCHER = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "GROUP_RANK",
-)
+)  # fmt: skip
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1
 
@@ -56,10 +51,8 @@ def live(rank: Rank, call: Call, job: Job, endpoint: str, pipe: int) -> None:
     except BaseException as raised:
         if isinstance(raised, SystemExit):
             status = raised.code if isinstance(raised.code, int) else 1
-        value, error = (
-            None,
-            f"exit {status}" if isinstance(raised, SystemExit) else traceback.format_exc(),
-        )
+        value = None
+        error = f"exit {status}" if isinstance(raised, SystemExit) else traceback.format_exc()
     with contextlib.suppress(BaseException):
         with os.fdopen(pipe, "wb") as file:
             file.write(pickle.dumps((value, error)))

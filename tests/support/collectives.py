@@ -14,16 +14,8 @@ import torch
 import torch.distributed as dist
 
 VERBS = (
-    "gather",
-    "scatter",
-    "reduce",
-    "alltoall",
-    "all_to_all",
-    "broadcast",
-    "barrier",
-    "send",
-    "recv",
-)
+    "gather", "scatter", "reduce", "alltoall", "all_to_all", "broadcast", "barrier", "send", "recv",
+)  # fmt: skip
 OPERATIONS = [
     n
     for n, f in vars(dist.ProcessGroup).items()

@@ -24,14 +24,11 @@ Tensors = dict[str, torch.Tensor]
 LAYERS = 5
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed.weight": (40, 50),
-    **{
-        f"layers.{i}.{part}": shape
-        for i in range(LAYERS)
-        for part, shape in (("weight", (66, 64)), ("bias", (9,)))
-    },
+    **{f"layers.{i}.{part}": shape
+        for i in range(LAYERS) for part, shape in (("weight", (66, 64)), ("bias", (9,)))},
     "norm.weight": (33,),
     "head.weight": (30, 70),
-}
+}  # fmt: skip
 
 
 class Layer(nn.Module):
@@ -118,10 +115,8 @@ class Block(nn.Module):
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.up, self.down = (
-            nn.Linear(width, inner, bias=False),
-            nn.Linear(inner, width, bias=False),
-        )
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(x)))
@@ -133,11 +128,9 @@ class Small(nn.Module):
     def __init__(self, seed: int = 0, words: int = 50, width: int = 64, inner: int = 96) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.embed, self.norm, self.head = (
-            nn.Embedding(words, width),
-            nn.LayerNorm(width),
-            nn.Linear(width, words, bias=False),
-        )
+        self.embed = nn.Embedding(words, width)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
         self.layers = nn.ModuleList([Block(width, inner) for _ in range(2)])
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -246,11 +239,9 @@ def train(
     if end:
         end(exchange)
         out["final"] = probe.parts(model)
-    out["metrics"], out["drift"], out["final_equal"] = (
-        exchange.metrics(),
-        exchange.drift,
-        exchange.digests_equal() if end else None,
-    )
+    out["metrics"] = exchange.metrics()
+    out["drift"] = exchange.drift
+    out["final_equal"] = exchange.digests_equal() if end else None
     exchange.detach()
     every = [*history["params"], *([out["final"]] if end else [])]
     whole = probe.complete(every, me if sharded else None)

@@ -28,9 +28,6 @@ KEPT = {
     "channels/test_sign_loco.py": {
         "test_sign_loco_follows_rule": r"^feedback-(2x2|4x1)$|^none-(2x2|3x1)|^late-2x2|^constant",
     },
-    "checkpoint/test_exchange_state.py": dict(
-        test_resume_attach_bit_for_bit=r"^(demo, " r"delayed|streaming_diloco)-True|^desloc-False"
-    ),
     "checkpoint/test_cut_off.py": {
         "test_cut_off_resume_bit_for_bit": r"^(demo|diloco)-|^(full|demo, "
         r"l.*|.*queue|stream.*|.*aged|muloco|desloc)-1",

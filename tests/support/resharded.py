@@ -150,13 +150,9 @@ def make(
         "in_flight": [],
     }
     world = form.shards * form.copies
-    facts = {
-        "kind": "islands",
-        "island": island,
-        "islands": form.islands,
-        "name": f"island{island}",
-        "run": "run",
-    }
+    facts = dict(
+        kind="islands", island=island, islands=form.islands, name=f"island{island}", run="run"
+    )
     topology = SimpleNamespace(**facts, rank=place.copy * form.shards + place.shard, world=world)
     at = {"step": STEP, "state": state, "applied": {}, "history": "", "applied_by": []}
     rank = SimpleNamespace(

@@ -24,10 +24,8 @@ def decode_sparse(layout: Layout, codec: Codec, data: Tensor) -> tuple[Tensor, T
     """Positions in the workspace (int64 [m], distinct), their values (fp32 [m]) and the dense part
     (fp32 [num_dense]).
     """
-    places, found = (
-        [torch.empty(0, dtype=torch.int64, device=data.device)],
-        [torch.empty(0, device=data.device, dtype=torch.float32)],
-    )
+    places = [torch.empty(0, dtype=torch.int64, device=data.device)]
+    found = [torch.empty(0, device=data.device, dtype=torch.float32)]
     of = sparse.split(layout, codec, [data])
     for s in stretches(layout.windows(data.device), data.device, codec.topk):
         assert s.group is not None

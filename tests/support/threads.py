@@ -17,32 +17,20 @@ from pathlib import Path
 # What torch imports at the first optimizer or fully_shard: once before the first fork, instead of
 # 0.8 s in every rank.
 LAZY = (
-    "torch._dynamo",
-    "torch._dynamo.device_interface",
-    "torch.distributed.fsdp",
+    "torch._dynamo", "torch._dynamo.device_interface", "torch.distributed.fsdp",
     "torch.distributed.tensor",
-)
+)  # fmt: skip
 # What a library imports when it is first used: half of a short run's time.
 LATE = {
-    "fsdp_demo": (
-        "encodings.idna",
-        "fsdp_demo.attaching",
-        "fsdp_demo.elastic.connect",
-        "fsdp_demo.peers.zeromq",
-        "fsdp_demo.exchange.guard",
-        "fsdp_demo.store.server",
-    ),
-    "transformers": (
-        "transformers.models.auto.modeling_auto",
-        "transformers.models.llama.modeling_llama",
-    ),
+    "fsdp_demo": ("encodings.idna", "fsdp_demo.attaching", "fsdp_demo.elastic.connect",
+        "fsdp_demo.peers.zeromq", "fsdp_demo.exchange.guard", "fsdp_demo.store.server"),
+    "transformers": ("transformers.models.auto.modeling_auto",
+        "transformers.models.llama.modeling_llama"),
     "accelerate": ("deepspeed",),
-    "deepspeed": (
-        "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed": ("deepspeed.runtime.zero.muon.muon_optimizer",
         "deepspeed.module_inject.auto_ep_layer",
-        "deepspeed.runtime.superoffload.superoffload_stage3",
-    ),
-}
+        "deepspeed.runtime.superoffload.superoffload_stage3"),
+}  # fmt: skip
 
 
 def names() -> list[str]:

@@ -78,16 +78,10 @@ def before_ranks():
 
 def model():
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    }
-    return LlamaForCausalLM(
-        LlamaConfig(vocab_size=len(WORDS) + 2, tie_word_embeddings=False, **sizes)
-    )
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(WORDS) + 2, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False,
+    ))  # fmt: skip
 
 
 def fresh_state():
@@ -125,11 +119,9 @@ def trainer(
     if fsdp:
         settings |= {
             "fsdp": True,
-            "fsdp_config": {
-                "version": 2,
-                "reshard_after_forward": True,
-                "state_dict_type": "SHARDED_STATE_DICT",
-            },
+            "fsdp_config": dict(
+                version=2, reshard_after_forward=True, state_dict_type="SHARDED_STATE_DICT"
+            ),
         }
     if axes:
         settings["parallelism_config"] = axes
@@ -148,6 +140,13 @@ def trainer(
         callbacks=added,
         **keywords,
     )
+
+
+def trained(folder, extra, *, resume=None, **changes):
+    """A `trainer` that has trained; `resume` is what the script passes on."""
+    made = trainer(folder, extra, **changes)
+    made.train(resume_from_checkpoint=resume)
+    return made
 
 
 def recipe_resumed(main, rank, preset, *flags):

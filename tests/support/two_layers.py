@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+import fsdp_demo
+
 AS_IS = {"inner_optimizers": "as_is", "clip": None}
 
 
@@ -38,3 +40,11 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 def sgd(params: Any, lr: float = 0.01) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=lr)
+
+
+def attached(config: Any, topology: Any = None, **options: Any) -> tuple[Net, Any, Any]:
+    """A net, its optimizer and its exchange; alone without a topology."""
+    net = Net(topology or fsdp_demo.Topology())
+    optimizer = sgd(net.parameters())
+    given = {"model": net, "topology": topology, **options}
+    return net, optimizer, fsdp_demo.attach(optimizer, config, **given)

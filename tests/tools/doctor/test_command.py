@@ -63,18 +63,15 @@ def test_doctor_command_few_long_steps(monkeypatch) -> None:
         assert len(taken) == count
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["--seconds", "0"], "--seconds 0: must be"),
-        (["--seconds", "nan"], "--seconds nan: must be"),
-        (["--step-time", "-1"], "--step-time -1: must be"),
-        (["--step-time", "1", "--model", "tiny"], "leave one of them out"),
-        (["--no-disk", "--folder", "."], "leave out --no-disk"),
-        (["--folder", "nowhere"], "--folder nowhere: no file can be written there"),
-        (["--json", "nowhere/doctor.json"], "there is no folder nowhere"),
-    ],
-)
+@pytest.mark.parametrize("words, message", [
+    (["--seconds", "0"], "--seconds 0: must be"),
+    (["--seconds", "nan"], "--seconds nan: must be"),
+    (["--step-time", "-1"], "--step-time -1: must be"),
+    (["--step-time", "1", "--model", "tiny"], "leave one of them out"),
+    (["--no-disk", "--folder", "."], "leave out --no-disk"),
+    (["--folder", "nowhere"], "--folder nowhere: no file can be written there"),
+    (["--json", "nowhere/doctor.json"], "there is no folder nowhere"),
+])  # fmt: skip
 def test_doctor_command_words_refused(capsys, words, message) -> None:
     """Words that cannot work are refused."""
     assert main(["doctor", *words]) == 2

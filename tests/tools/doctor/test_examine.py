@@ -18,6 +18,8 @@ from fsdp_demo.tools.doctor.findings import findings
 from fsdp_demo.tools.doctor.measured import Direction, Examination, Island, Reach
 from fsdp_demo.tools.doctor.reading import as_json, summary, text
 
+from ...support.inside import in_ranks
+
 SHORT = 1.0  # seconds for the links
 
 
@@ -59,15 +61,12 @@ def test_doctor_examine_twice(run_ranks) -> None:
         assert found[0][1] == found[1][1]
 
 
-def test_doctor_examine_step_times(run_ranks) -> None:
+@in_ranks(2, 1, timeout=120)
+def test_doctor_examine_step_times(me) -> None:
     """The step times of all islands are compared."""
-
-    def run(rank) -> list[str]:
-        seen, _ = examined(1.0 + rank.island)
-        return [f.name for f in findings(seen)]
-
-    for found in run_ranks(run, islands=2, procs=1, timeout=120):
-        assert "unequal-islands" in found
+    seen, _ = examined(1.0 + me.island)
+    found = [f.name for f in findings(seen)]
+    assert "unequal-islands" in found
 
 
 def test_doctor_examine_open_files(run_ranks) -> None:
@@ -97,27 +96,24 @@ def test_doctor_examine_wrong_interface(run_ranks) -> None:
 
 
 @pytest.mark.parametrize("deaf", [0, 1])
-def test_doctor_examine_unreachable_island(run_ranks, deaf) -> None:
+@in_ranks(2, 1, timeout=120)
+def test_doctor_examine_unreachable_island(me, deaf) -> None:
     """An island that nobody reaches is found: it does not listen any more, as behind a firewall
     that refuses.
     """
+    if me.island == deaf:
 
-    def run(rank) -> tuple[Examination, str]:
-        if rank.island == deaf:
+        class Deaf(reach.Listener):
+            def __init__(self, *args) -> None:
+                super().__init__(*args)
+                self.close()
 
-            class Deaf(reach.Listener):
-                def __init__(self, *args) -> None:
-                    super().__init__(*args)
-                    self.close()
-
-            examining.reach.Listener = Deaf
-        return examined()
-
-    for seen, _ in run_ranks(run, islands=2, procs=1, timeout=120):
-        (finding,) = [f for f in findings(seen) if f.name == "one-sided-firewall"]
-        assert finding.stops == (deaf == 0)
-        # the other one can listen, so there are numbers all the same
-        assert all(d.rate for d in seen.directions.values())
+        examining.reach.Listener = Deaf
+    seen, _ = examined()
+    (finding,) = [f for f in findings(seen) if f.name == "one-sided-firewall"]
+    assert finding.stops == (deaf == 0)
+    # the other one can listen, so there are numbers all the same
+    assert all(d.rate for d in seen.directions.values())
 
 
 def test_doctor_examine_missing_island(run_ranks) -> None:

@@ -57,9 +57,7 @@ def direction(i: int, j: int, **more: Any) -> Direction:
     return Direction(i, j, **{**good, **more})
 
 
-def seen(
-    *changed: Reach | Direction, of: tuple[Island, ...] | None = None, **each: Any
-) -> Examination:
+def seen(*changed: Reach | Direction, of: tuple[Island, ...] | None = None, **each) -> Examination:
     """Islands without a fault, but for what is given."""
     made = of or islands(**each)
     pairs = [(i.island, j.island) for i in made for j in made if i is not j]
@@ -207,32 +205,26 @@ def test_doctor_window_limited() -> None:
     assert "receiver's window" in there.says
 
 
-@pytest.mark.parametrize(
-    "changes, named",
-    [
-        ({"held_here": 0.29}, False),  # the kernel says that it is something else
-        ({"held_here": None, "held_there": None}, True),  # the kernel says nothing
-        ({"mbit_s": {"1": 40.0, "4": 59.0}}, False),
-        ({"mbit_s": {"1": 40.0, "4": 61.0}}, True),
-        ({"rtt_ms": 1.0}, False),
-    ],
-)
+@pytest.mark.parametrize("changes, named", [
+    ({"held_here": 0.29}, False),  # the kernel says that it is something else
+    ({"held_here": None, "held_there": None}, True),  # the kernel says nothing
+    ({"mbit_s": {"1": 40.0, "4": 59.0}}, False),
+    ({"mbit_s": {"1": 40.0, "4": 61.0}}, True),
+    ({"rtt_ms": 1.0}, False),
+])  # fmt: skip
 def test_doctor_window_limited_threshold(changes, named) -> None:
     """The finding of a limiting window needs a rate that more connections raise."""
     found = seen(windowed(**changes))
     assert list(map(lambda f: f.name, module.window_limited(found))) == ["window-limited"] * named
 
 
-@pytest.mark.parametrize(
-    "changes, named",
-    [
-        ({"first_after_idle_ms": 130.0, "warm_ms": 60.0}, True),
-        ({"first_after_idle_ms": 89.0, "warm_ms": 60.0}, False),  # 1.5 round trips are 30 ms
-        ({"first_after_idle_ms": 40.0, "warm_ms": 31.0, "rtt_ms": 2.0}, False),  # below 10 ms
-        ({"first_after_idle_ms": 300.0, "warm_ms": 240.0}, False),  # 1.25 times
-        ({"first_after_idle_ms": None}, False),
-    ],
-)
+@pytest.mark.parametrize("changes, named", [
+    ({"first_after_idle_ms": 130.0, "warm_ms": 60.0}, True),
+    ({"first_after_idle_ms": 89.0, "warm_ms": 60.0}, False),  # 1.5 round trips are 30 ms
+    ({"first_after_idle_ms": 40.0, "warm_ms": 31.0, "rtt_ms": 2.0}, False),  # below 10 ms
+    ({"first_after_idle_ms": 300.0, "warm_ms": 240.0}, False),  # 1.25 times
+    ({"first_after_idle_ms": None}, False),
+])  # fmt: skip
 def test_doctor_slow_start_after_idle(changes, named) -> None:
     """Slow start after a pause is found."""
     found = seen(direction(0, 1, **changes))

@@ -20,6 +20,7 @@ from fsdp_demo.tools.doctor import probe
 from fsdp_demo.tools.doctor.measured import Direction
 from fsdp_demo.tools.doctor.probe import Pair, Probe, lost, pieces
 
+from ...support.inside import in_ranks
 from ...support.threads import warm
 
 
@@ -97,29 +98,26 @@ def test_doctor_probe_known_rate(run_ranks, everywhere) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO of Linux")
-def test_doctor_probe_kernel_counts(run_ranks) -> None:
+@in_ranks(1, 1, timeout=120)
+def test_doctor_probe_kernel_counts() -> None:
     """The kernel counts the bytes that were sent."""
+    both = threading.Barrier(2)  # who ends first closes the connections
 
-    def run() -> None:
-        both = threading.Barrier(2)  # who ends first closes the connections
+    def fn(pair: Pair, rank: int) -> tuple[list[Counted], list[Counted]]:
+        pair.widen(2)
+        before = pair.counted()
+        pair.message(rank == 0, pieces(64 << 20), 2)  # some ticks of the kernel's clock
+        after = pair.counted()
+        both.wait(30)
+        return before, after
 
-        def fn(pair: Pair, rank: int) -> tuple[list[Counted], list[Counted]]:
-            pair.widen(2)
-            before = pair.counted()
-            pair.message(rank == 0, pieces(64 << 20), 2)  # some ticks of the kernel's clock
-            after = pair.counted()
-            both.wait(30)
-            return before, after
-
-        (before, after), _ = paired(fn)
-        assert len(before) == len(after) == 2
-        packets = [b.packets - a.packets for a, b in zip(before, after, strict=True)]
-        mss = after[0].mss
-        assert all(n * mss >= 32 << 20 for n in packets)  # half of the message each
-        assert after[0].mtu >= mss and after[0].busy > 0
-        assert lost(before, after)["loss"] < 0.5
-
-    alone(run_ranks, run)
+    (before, after), _ = paired(fn)
+    assert len(before) == len(after) == 2
+    packets = [b.packets - a.packets for a, b in zip(before, after, strict=True)]
+    mss = after[0].mss
+    assert all(n * mss >= 32 << 20 for n in packets)  # half of the message each
+    assert after[0].mtu >= mss and after[0].busy > 0
+    assert lost(before, after)["loss"] < 0.5
 
 
 def test_doctor_probe_encrypted(run_ranks, everywhere) -> None:
@@ -154,19 +152,17 @@ def test_doctor_probe_dead_connection(run_ranks, everywhere) -> None:
     alone(run_ranks, run)
 
 
-def test_doctor_probe_deadline(run_ranks) -> None:
+@in_ranks(1, 1, timeout=120)
+def test_doctor_probe_deadline() -> None:
     """The probe ends when its time is over."""
 
-    def run() -> None:
-        def fn(pair: Pair, rank: int) -> Direction:
-            pair.message(rank == 0, [1])  # both have met
-            pair._end = time.monotonic()
-            return Probe(pair, rank, 1 - rank, 1.0).run()
+    def fn(pair: Pair, rank: int) -> Direction:
+        pair.message(rank == 0, [1])  # both have met
+        pair._end = time.monotonic()
+        return Probe(pair, rank, 1 - rank, 1.0).run()
 
-        for one in paired(fn):
-            assert one.error == "the time for this measurement is over"
-
-    alone(run_ranks, run)
+    for one in paired(fn):
+        assert one.error == "the time for this measurement is over"
 
 
 def test_doctor_probe_losses() -> None:

@@ -37,17 +37,14 @@ def test_doctor_reading_missing_step_times(tmp_path) -> None:
     assert load(written(tmp_path, {**GOOD, "islands": []})).step_seconds is None
 
 
-@pytest.mark.parametrize(
-    "value, message",
-    [
-        ("{", "cannot be read"),
-        ([], "has format None"),
-        ({**GOOD, "format": 2}, "has format 2, this release reads 1"),
-        ({**GOOD, "link": None}, "holds no measured link"),
-        ({**GOOD, "link": {"bits_per_second": "fast", "rtt": 0.1}}, "holds no measured link"),
-        ({**GOOD, "link": {"bits_per_second": 1e6}}, "holds no measured link"),
-    ],
-)
+@pytest.mark.parametrize("value, message", [
+    ("{", "cannot be read"),
+    ([], "has format None"),
+    ({**GOOD, "format": 2}, "has format 2, this release reads 1"),
+    ({**GOOD, "link": None}, "holds no measured link"),
+    ({**GOOD, "link": {"bits_per_second": "fast", "rtt": 0.1}}, "holds no measured link"),
+    ({**GOOD, "link": {"bits_per_second": 1e6}}, "holds no measured link"),
+])  # fmt: skip
 def test_doctor_reading_refused(tmp_path, value, message) -> None:
     """A file that is no `doctor.json` of this release is refused."""
     with pytest.raises(ValueError, match=message):

@@ -160,9 +160,8 @@ def test_planner_choice_muon_small_model() -> None:
     rows = plan_rows(small, None, keep_inner="muon")
     choice = choose([row for row in rows if row.name != "full"], small, "muon")
     assert choice.config == preset("sign_muloco", period=5)
-    assert choice.row.expected_gap is not None and choice.row.expected_gap[
-        "percent"
-    ] == pytest.approx(-6.6, abs=0.05)
+    assert choice.row.expected_gap is not None
+    assert choice.row.expected_gap["percent"] == pytest.approx(-6.6, abs=0.05)
     longer = replace(small, steps=1001)
     rows = plan_rows(longer, None, keep_inner="muon")
     assert choose([r for r in rows if r.name != "full"], longer, "muon").row.name == "muloco"

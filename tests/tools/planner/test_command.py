@@ -16,16 +16,9 @@ from fsdp_demo.tools.planner import Situation, asking, load, plan_rows, show
 from fsdp_demo.tools.planner.choosing import said as said_of
 
 KEYS = {
-    "preset",
-    "settings",
-    "bytes_per_exchange",
-    "bytes_per_step",
-    "peak_gbit_s",
-    "exposed_seconds_per_step",
-    "compute_utilisation",
-    "memory_gb",
-    "expected_gap",
-}
+    "preset", "settings", "bytes_per_exchange", "bytes_per_step", "peak_gbit_s",
+    "exposed_seconds_per_step", "compute_utilisation", "memory_gb", "expected_gap",
+}  # fmt: skip
 TINY = ["--model", "tiny", "--step-time", "0.1s", "--device", "cpu"]
 
 
@@ -114,9 +107,7 @@ def test_planner_command_guessed_step(capsys: pytest.CaptureFixture[str]) -> Non
     assert row["step_seconds"] == pytest.approx(6e9 * 65536 / (8 * 989e12 * 0.4))
 
 
-def test_planner_command_step_from_summary(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_planner_command_step_from_summary(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     """The step time comes from the summary of a run: 10 steps in 8 s of which 3 were waited; the
     evaluation's 2 s count for the share only.
     """
@@ -134,59 +125,51 @@ def test_planner_command_step_from_summary(
 LINE = ["--link", "1Gbit"]
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--model", "lama-3.2-1b", *LINE], "'lama-3.2-1b' is not known: the nearest known are"),
-        ([*LINE], "give --model NAME or --params N"),
-        (["--model", "tiny", "--params", "1B", *LINE], "two models: give --model NAME or"),
-        (["--model", "tiny"], "plan needs --link RATE"),
-        ([*TINY, "--link", "0"], "link rate '0': expected a number above 0 with kbit"),
-        ([*TINY, "--link", "0Gbit"], "expected a number above 0"),
-        ([*TINY, "--link", "fast"], "link rate 'fast'"),
-        ([*TINY, "--link", "1Gbit,5ms", "--rtt", "6ms"], "name 2 round trips"),
-        ([*TINY, *LINE, "--islands", "1"], "fewer than two islands exchange nothing"),
-        ([*TINY, *LINE, "--islands", "0"], "fewer than two islands exchange nothing"),
-        ([*TINY[:2], *LINE, "--step-from", "no.json"], "--step-from no.json: No such file"),
-        ([*TINY, *LINE, "--islands", "8:2"], "expected the lower end first, as in 2:8"),
-        ([*TINY, *LINE, "--islands", "few"], "expected a number, a list or a range"),
-        ([*TINY, *LINE, "--shards", "3"], "does not divide the 128 rows of .*1, 2, 4"),
-        ([*TINY, *LINE, "--shards", "0"], "1 shard or more"),
-        ([*TINY[:2], *LINE, "--step-time", "0s"], "expected a time above 0"),
-        ([*TINY[:2], *LINE, "--step-time", "soon"], "expected a time above 0"),
-        ([*TINY, *LINE, "--step-from", "a.json"], "both say how long a step takes"),
-        ([*TINY, *LINE, "--set", "topk=3"], "give --exchange NAME"),
-        ([*TINY, *LINE, "--exchange", "dmo"], "did you mean 'demo'"),
-        ([*TINY, *LINE, "--exchange", "full,demo", "--set", "tpk=3"], "has such a setting"),
-        (
-            [*TINY, *LINE, "--exchange", "full,diloco", "--set", "period=0"],
-            "diloco: .*sync_every=0",
-        ),
-        ([*TINY, *LINE, "--exchange", "full,demo", "--set", "topk=a"], "must be a whole number"),
-        ([*TINY, *LINE, "--device", "h10"], "did you mean 'h100'"),
-        ([*TINY, *LINE, "--memory", "much"], "expected a size above 0"),
-        ([*TINY, "--target-utilisation", "1.5"], "expected a share between 0 and 1"),
-        ([*TINY, "--target-utilisation", "0.9", "--yaml", "a"], "which needs --link"),
-        ([*TINY, *LINE, "--exchange", "hsdp", "--yaml", "a"], "hsdp is no exchange"),
-        ([*TINY, *LINE, "--memory", "80"], "with MB, GB, GiB or TB, as in 80GB"),
-        ([*TINY, *LINE, "--tokens", "1B"], "give --tokens-per-step, too"),
-        ([*TINY, *LINE, "--keep-inner", "lion"], "no method was tried with it"),
-        ([*TINY, *LINE, "--yaml", "/nowhere/a.yaml"], "there is no folder /nowhere"),
-        ([*TINY, "--link", "doctor.json"], "doctor.json cannot be read"),
-        ([*TINY, *LINE, "--islands-per-uplink", "2"], "2 islands .* 1 to 1 behind each"),
-        (["--model", "nosuch/config.json", *LINE], "there is no such file"),
-        ([*TINY, "--link", "1Gb"], "with kbit, Mbit or Gbit"),
-        (["--params", "many", *LINE], "expected a number above 0"),
-        (["--params", "4", "--layers", "5", *LINE], "4 parameters in 5 layers"),
-        (["--params", "1e309", *LINE], "expected a number above 0"),
-        ([*TINY, *LINE, "--as-simulated", "inf"], "at most 8"),
-        ([*TINY, *LINE, "--layers", "3"], "--layers 3: of --params alone"),
-        ([*TINY, "--link", "1Gbit,1Mbit", "--yaml", "a"], "--yaml a: of 2 cases"),
-    ],
-)
-def test_planner_command_error_one_sentence(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("words", "says"), [
+    (["--model", "lama-3.2-1b", *LINE], "'lama-3.2-1b' is not known: the nearest known are"),
+    ([*LINE], "give --model NAME or --params N"),
+    (["--model", "tiny", "--params", "1B", *LINE], "two models: give --model NAME or"),
+    (["--model", "tiny"], "plan needs --link RATE"),
+    ([*TINY, "--link", "0"], "link rate '0': expected a number above 0 with kbit"),
+    ([*TINY, "--link", "0Gbit"], "expected a number above 0"),
+    ([*TINY, "--link", "fast"], "link rate 'fast'"),
+    ([*TINY, "--link", "1Gbit,5ms", "--rtt", "6ms"], "name 2 round trips"),
+    ([*TINY, *LINE, "--islands", "1"], "fewer than two islands exchange nothing"),
+    ([*TINY, *LINE, "--islands", "0"], "fewer than two islands exchange nothing"),
+    ([*TINY[:2], *LINE, "--step-from", "no.json"], "--step-from no.json: No such file"),
+    ([*TINY, *LINE, "--islands", "8:2"], "expected the lower end first, as in 2:8"),
+    ([*TINY, *LINE, "--islands", "few"], "expected a number, a list or a range"),
+    ([*TINY, *LINE, "--shards", "3"], "does not divide the 128 rows of .*1, 2, 4"),
+    ([*TINY, *LINE, "--shards", "0"], "1 shard or more"),
+    ([*TINY[:2], *LINE, "--step-time", "0s"], "expected a time above 0"),
+    ([*TINY[:2], *LINE, "--step-time", "soon"], "expected a time above 0"),
+    ([*TINY, *LINE, "--step-from", "a.json"], "both say how long a step takes"),
+    ([*TINY, *LINE, "--set", "topk=3"], "give --exchange NAME"),
+    ([*TINY, *LINE, "--exchange", "dmo"], "did you mean 'demo'"),
+    ([*TINY, *LINE, "--exchange", "full,demo", "--set", "tpk=3"], "has such a setting"),
+    ([*TINY, *LINE, "--exchange", "full,diloco", "--set", "period=0"], "diloco: .*sync_every=0"),
+    ([*TINY, *LINE, "--exchange", "full,demo", "--set", "topk=a"], "must be a whole number"),
+    ([*TINY, *LINE, "--device", "h10"], "did you mean 'h100'"),
+    ([*TINY, *LINE, "--memory", "much"], "expected a size above 0"),
+    ([*TINY, "--target-utilisation", "1.5"], "expected a share between 0 and 1"),
+    ([*TINY, "--target-utilisation", "0.9", "--yaml", "a"], "which needs --link"),
+    ([*TINY, *LINE, "--exchange", "hsdp", "--yaml", "a"], "hsdp is no exchange"),
+    ([*TINY, *LINE, "--memory", "80"], "with MB, GB, GiB or TB, as in 80GB"),
+    ([*TINY, *LINE, "--tokens", "1B"], "give --tokens-per-step, too"),
+    ([*TINY, *LINE, "--keep-inner", "lion"], "no method was tried with it"),
+    ([*TINY, *LINE, "--yaml", "/nowhere/a.yaml"], "there is no folder /nowhere"),
+    ([*TINY, "--link", "doctor.json"], "doctor.json cannot be read"),
+    ([*TINY, *LINE, "--islands-per-uplink", "2"], "2 islands .* 1 to 1 behind each"),
+    (["--model", "nosuch/config.json", *LINE], "there is no such file"),
+    ([*TINY, "--link", "1Gb"], "with kbit, Mbit or Gbit"),
+    (["--params", "many", *LINE], "expected a number above 0"),
+    (["--params", "4", "--layers", "5", *LINE], "4 parameters in 5 layers"),
+    (["--params", "1e309", *LINE], "expected a number above 0"),
+    ([*TINY, *LINE, "--as-simulated", "inf"], "at most 8"),
+    ([*TINY, *LINE, "--layers", "3"], "--layers 3: of --params alone"),
+    ([*TINY, "--link", "1Gbit,1Mbit", "--yaml", "a"], "--yaml a: of 2 cases"),
+])  # fmt: skip
+def test_planner_command_error_one_sentence(words: list[str], says, capsys) -> None:
     """An error of the command is one sentence."""
     assert main(["plan", *words]) == 2
     printed = capsys.readouterr()

@@ -19,16 +19,10 @@ def test_planner_models_of_recipes(path: Path) -> None:
     assert load(path.stem) == load(str(path))
 
 
-@pytest.mark.parametrize(
-    ("name", "made"),
-    [
-        ("qwen2.5-0.5b", "Qwen2"),
-        ("qwen3-0.6b", "Qwen3"),
-        ("llama-3.2-3b", "Llama"),
-        ("tinyllama-1.1b", "Llama"),
-        ("mistral-7b", "Mistral"),
-    ],
-)
+@pytest.mark.parametrize(("name", "made"), [
+    ("qwen2.5-0.5b", "Qwen2"), ("qwen3-0.6b", "Qwen3"), ("llama-3.2-3b", "Llama"),
+    ("tinyllama-1.1b", "Llama"), ("mistral-7b", "Mistral"),
+])  # fmt: skip
 def test_planner_models_of_other_families(name: str, made: str) -> None:
     """The shapes of other families are those that transformers makes."""
     transformers: Any = pytest.importorskip("transformers")
@@ -57,21 +51,12 @@ def test_planner_models_of_other_families(name: str, made: str) -> None:
     assert two == [(n, tuple(p.shape)) for n, p in model.named_parameters()]
 
 
-@pytest.mark.parametrize(
-    ("name", "millions"),
-    [
-        ("llama-3.2-1b", 1235.8),
-        ("llama-3.2-3b", 3212.7),
-        ("llama-3.1-8b", 8030.3),
-        ("llama-3.1-70b", 70553.7),
-        ("mistral-7b", 7248.0),
-        ("qwen2.5-7b", 7615.6),
-        ("qwen3-8b", 8190.7),
-        ("smollm2-135m", 134.5),
-        ("smollm2-1.7b", 1711.4),
-        ("tinyllama-1.1b", 1100.0),
-    ],
-)
+@pytest.mark.parametrize(("name", "millions"), [
+    ("llama-3.2-1b", 1235.8), ("llama-3.2-3b", 3212.7), ("llama-3.1-8b", 8030.3),
+    ("llama-3.1-70b", 70553.7), ("mistral-7b", 7248.0), ("qwen2.5-7b", 7615.6),
+    ("qwen3-8b", 8190.7), ("smollm2-135m", 134.5), ("smollm2-1.7b", 1711.4),
+    ("tinyllama-1.1b", 1100.0),
+])  # fmt: skip
 def test_planner_models_published_sizes(name: str, millions: float) -> None:
     """The models have their published sizes, as the model cards say (bf16 checkpoints,
     ties once).
