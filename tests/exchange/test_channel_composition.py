@@ -21,7 +21,7 @@ from fsdp_demo.rendezvous.position import form
 
 from ..channels.test_presets_oracle import adamw, sgd
 from ..support import probe, threaded
-from ..support.inside import in_ranks, in_threads
+from ..support.inside import in_ranks
 
 LLAMA = [
     f"model.layers.{i}.{part}.weight"
@@ -137,7 +137,8 @@ def test_released_feedback_with_parameter_average(run_ranks) -> None:
         return probe.train(me, config, sgd, 13, True, 3, each=each)
 
     for procs in (1, 2):
-        for out in run_ranks(run, 2, procs):
+        results = run_ranks(run, 2, procs)
+        for out in results:
             assert out["equal"] == [(t + 1) % 6 == 0 for t in range(13)]
             # The anchor is where the parameters are after every exchange, averaged or not.
             assert [h for h, _ in out["each"]][1::2] == [True] * 6
@@ -246,38 +247,49 @@ def test_clip_common_norm_over_islands(run_ranks, procs) -> None:
 # -- overlap -------------------------------------------------------------------------------------
 
 
-@in_threads()
-def test_delay_overlaps_training(topology: fsdp_demo.Topology) -> None:
+def test_delay_overlaps_training(run_ranks) -> None:
     """Training goes on while an exchange is in flight. The line is held back until both replicas
     have taken the steps of the delay: without overlap this would never end.
     """
-    model = nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    late = {"schedule.delay": 3, "applier.mix": 0.5}
-    config = preset("diloco", period=4, inner_optimizers="as_is", **late)
-    exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology)
-    gate, line = threading.Event(), exchange._peers
-    exchanged = line.exchange
 
-    def held(*args: Any, **kw: Any) -> Any:
-        if threading.current_thread().name == "exchange":
-            assert gate.wait(20)
-        return exchanged(*args, **kw)
+    def play(island: int, topology: fsdp_demo.Topology) -> Any:
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = preset(
+            "diloco",
+            period=4,
+            inner_optimizers="as_is",
+            **{"schedule.delay": 3, "applier.mix": 0.5},
+        )
+        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology)
+        gate, line = threading.Event(), exchange._peers
+        exchanged = line.exchange
 
-    line.exchange = held
-    flying = []
-    for t in range(8):
-        if t == 6:
-            gate.set()  # the steps 4 and 5 were taken; the mean is applied after step 6
-        model(torch.ones(2, 8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        flying.append(len(exchange._queue.flights))
-    exchange.finish()
-    assert flying == [0, 0, 0, 1, 1, 1, 0, 1]
-    first, second, *_ = exchange.timeline()
-    assert (first.step, first.applied, first.channels) == (3, 6, ("delta",))
-    assert first.ended > first.began and (second.step, second.applied) == (7, 7)
+        def held(*args: Any, **kw: Any) -> Any:
+            if threading.current_thread().name == "exchange":
+                assert gate.wait(20)
+            return exchanged(*args, **kw)
+
+        line.exchange = held
+        flying = []
+        for t in range(8):
+            if t == 6:
+                gate.set()  # the steps 4 and 5 were taken; the mean is applied after step 6
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            flying.append(len(exchange._queue.flights))
+        exchange.finish()
+        return flying, [
+            (f.step, f.applied, f.channels, f.ended > f.began) for f in exchange.timeline()
+        ]
+
+    def run():
+        return threaded.values(threaded.islands(play, 2))
+
+    for flying, timeline in run_ranks(run, 1, 1)[0]:
+        assert flying == [0, 0, 0, 1, 1, 1, 0, 1]
+        assert timeline[0] == (3, 6, ("delta",), True) and timeline[1][:2] == (7, 7)
 
 
 def test_offload_outer_state_to_host(run_ranks) -> None:
