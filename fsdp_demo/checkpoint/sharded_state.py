@@ -114,7 +114,9 @@ def refuse_unsaveable(model: torch.nn.Module, optimizers: Sequence[torch.optim.O
     """
 
     def look(stepped: torch.optim.Optimizer, *_: Any) -> None:
-        if stepped in waiting:  # torch walks its hooks here: none may be removed
+        # torch walks its hooks here: none may be removed. A step that calls that of its base class
+        # comes here twice, first before its states are made.
+        if stepped in waiting and stepped.state:
             waiting.remove(stepped)
             tensors_of(model, optimizers)
 

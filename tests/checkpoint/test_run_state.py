@@ -169,6 +169,9 @@ def test_run_state_list_states_refused_early(tmp_path):
     step, or at once where it has states. Where nothing is saved it trains.
     """
 
+    # torch wraps the step of a class that has had an object: that of the base, too, then
+    torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+
     def training(saves):
         model = torch.nn.Linear(2, 2)
         optimizer = Lists(model.parameters(), lr=0.1)
