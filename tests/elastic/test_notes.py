@@ -47,7 +47,7 @@ def test_note_that_fails_here_is_not_blamed_on_a_peer(run_ranks) -> None:
 
         def before(line: Any, n: int) -> None:
             if (line.slot, n) == (0, 3):
-                spoil(line._driver.detector, "heard")
+                spoil(line._driver.detector, "note_next")
 
         three.run(talk(40, before=before))
         slots = agree(three.survivors(0))
