@@ -124,7 +124,7 @@ class Phases:
 
     Attributes:
         at_end: called at the end of each step, unless None.
-        tells: gives what a trainer tells the islands that join (`Exchange.serve_trainer`).
+        tells: gives what a trainer tells the islands that join (`Exchange.tell_newcomers`).
         raises_stopped: a stop is raised as `Stopped`.
     """
 

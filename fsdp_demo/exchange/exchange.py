@@ -59,7 +59,7 @@ class Exchange(Readings):
         opened: the configuration that was given, before it was known where its phases begin.
         auto_choice: the chosen method of an "auto" run with its measurements; else None.
         told: where this island has joined a run under way, what the donor's trainer has told
-            (`serve_trainer`).
+            (`tell_newcomers`).
         shows_result: the model holds `outer_parameters` at the moment, not this replica's own.
 
     Example:
@@ -157,15 +157,17 @@ class Exchange(Readings):
         """
         self._phases.at_end = call
 
-    def serve_trainer(self, tells: Callable[[], dict[str, Any]]) -> None:
-        """For a trainer that has a loop of its own: a stop is not raised as `Stopped`, since the
-        loop looks at `stopped`.
-
-        Args:
-            tells: gives JSON of at most a megabyte, which is handed to an island that joins
-                (`told`), with the state of the same step.
+    def raise_stopped(self, on: bool) -> None:
+        """Whether a stop is raised as `Stopped` from now on, as at first; not for a loop that looks
+        at `stopped` by itself.
         """
-        self._phases.raises_stopped, self._phases.tells = False, tells
+        self._phases.raises_stopped = on
+
+    def tell_newcomers(self, tells: Callable[[], dict[str, Any]]) -> None:
+        """From now on hand what this gives to an island that joins (`told`), with the state of the
+        same step: JSON of at most a megabyte, such as a trainer's own state.
+        """
+        self._phases.tells = tells
 
     def _join(self, start: Start, model: torch.nn.Module | None) -> None:
         """Agree on the run, make parameters and state equal, make the channels' state; or join a

@@ -108,7 +108,7 @@ class Readings:
     @property
     def stopped(self) -> bool:
         """Whether all ranks of this island stop after this step; the step raises `Stopped` then,
-        but under a trainer with a loop of its own."""
+        unless `raise_stopped(False)` was called."""
         return self._runtime.stopped
 
     @property

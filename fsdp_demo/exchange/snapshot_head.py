@@ -57,7 +57,7 @@ class DonorPosition(Struct, frozen=True):
             not handed on.
         same_rest: frozen parameters and buffers do not come: the newcomer has the same.
         norms: of the last messages that have come (`watch.Norms`).
-        host: what the donor tells (`Exchange.serve_trainer`), not compared.
+        host: what the donor tells (`Exchange.tell_newcomers`), not compared.
         history: of contributors (`saved_state.History`).
         tokens: of all islands so far, as the donor's island counts them.
     """

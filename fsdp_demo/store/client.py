@@ -146,10 +146,11 @@ class Store(ABC):
                 return notes
             if time.monotonic() > end:
                 came = ", ".join(label(i, note) for i, note in notes.items() if i not in missing)
-                who = (
-                    f"came {came or 'nobody'}; missing {', '.join(label(i, None) for i in missing)}"
+                lacking = ", ".join(label(i, None) for i in missing)
+                raise NotAllCame(
+                    f"waited {seconds:g} s for {what}: came {came or 'nobody'}; missing "
+                    f"{lacking}{cure}"
                 )
-                raise NotAllCame(f"waited {seconds:g} s for {what}: {who}{cure}")
             time.sleep(LOOK)
 
 

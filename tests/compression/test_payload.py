@@ -99,7 +99,7 @@ def test_header_bytes_by_hand():
         digest=0x0102030405060708, step=9, weight=2.5, loss=1.5, flags=1, kind=3, total=11, number=7
     )
     message = bytes(seal(header, body).tolist())
-    fields = (5, 3, 1, 0x0102030405060708, 9, 7, 5, 11, 2.5, 1.5, zlib.crc32(bytes(range(5))))
+    fields = (6, 3, 1, 0x0102030405060708, 9, 7, 5, 11, 2.5, 1.5, zlib.crc32(bytes(range(5))))
     head = b"FDX2" + struct.pack("<BBHQIIQQffI", *fields)
     assert message == head + struct.pack("<I", zlib.crc32(head)) + bytes(range(5))
     assert len(head) + 4 == frame.HEADER.size == 56

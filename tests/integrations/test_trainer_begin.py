@@ -18,7 +18,6 @@ from transformers import EarlyStoppingCallback, TrainerCallback  # noqa: E402
 from transformers.trainer_callback import TrainerControl  # noqa: E402
 
 import fsdp_demo  # noqa: E402
-from fsdp_demo.exchange.exchange import Exchange  # noqa: E402
 from fsdp_demo.integrations.trainer import (  # noqa: E402
     ExchangeCallback,
     beginning,
@@ -109,12 +108,11 @@ def test_trainer_newcomer_restores_callbacks(run_ranks, behind):
 
         states = {"EarlyStoppingCallback": EarlyStoppingCallback(3).state()}
         states["TrainerControl"] = TrainerControl().state()
-        Exchange.told = property(lambda exchange: {"state": {"stateful_callbacks": states}})
         attach = beginning.attach
 
         def joined(*args, **kwargs):
             exchange = attach(*args, **kwargs)
-            exchange.newcomer = True
+            exchange.newcomer, exchange.told = True, {"state": {"stateful_callbacks": states}}
             return exchange
 
         beginning.attach = joined

@@ -18,8 +18,9 @@ from accelerate.utils import ParallelismConfig  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
+from fsdp_demo.checkpoint import manager  # noqa: E402
 from fsdp_demo.integrations.mesh import ExchangeParallelismConfig, mesh_topology  # noqa: E402
-from fsdp_demo.integrations.trainer import ExchangeCallback, state  # noqa: E402
+from fsdp_demo.integrations.trainer import ExchangeCallback  # noqa: E402
 
 from ..support import trainer_script as script  # noqa: E402
 from ..support.heard import heard
@@ -139,15 +140,15 @@ def test_trainer_mesh_resume_bit_for_bit(run_ranks, tmp_path, preset, changes):
     """
 
     def run(rank):
-        out, groups, cpu_group = [], [], state.cpu_group
-        state.cpu_group = lambda topology: groups.append(topology) or cpu_group(topology)
+        out, groups, cpu_group = [], [], manager.cpu_group
+        manager.cpu_group = lambda topology: groups.append(topology.kind) or cpu_group(topology)
         for where, resume in (("whole", None), ("cut", None), ("cut", "checkpoint-4")):
             settings = {"eval_strategy": "no", "save_steps": 4, "lr_scheduler_type": "constant"}
             trained = trainer(rank, where, preset, changes, **settings)
             trained.train(resume and str(rank.folder / where / resume))
             out.append(script.shards(trained))
-        state.cpu_group = cpu_group
-        assert len(groups) == 3  # one per training, none per save
+        manager.cpu_group = cpu_group
+        assert groups.count("mesh") == 3  # one per training, none per save
         assert torch.equal(out[0], out[1]) and torch.equal(out[0], out[2])
         return out[0]
 

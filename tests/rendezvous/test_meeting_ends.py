@@ -184,7 +184,7 @@ def test_meeting_in_a_mesh_after_a_start_that_failed(run_ranks: Callable[..., An
                 found[i] = str(error)
 
         comes(0, 0.3)  # the other one died
-        assert "waited 0.3 s for the addresses of 1 island: came nobody; missing 1" in found[0]
+        assert "waited 0.3 s for the addresses of island 1 (island1)" in found[0]
         found[0] = ""
         at_once(comes, 2, 30.0)
         return found

@@ -480,7 +480,7 @@ def test_connect_failure_leaves_no_thread(run_ranks, everywhere: Any) -> None:
     def run(me: Any) -> None:
         results = threaded.islands(
             lambda i, topology: sending.ExchangeConnections(
-                topology, ShardPosition(), torch.device("cpu")
+                topology, ShardPosition(), torch.device("cpu"), lambda: False
             )
         )
         assert [str(r) for r in results] == ["no control group"] * 2

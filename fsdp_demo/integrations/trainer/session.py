@@ -63,7 +63,8 @@ class Session(TrainerCallback):
         after.callback(setattr, args, "save_total_limit", args.save_total_limit)
         args.save_total_limit = None  # the manager rotates
         self._evaluations = Evaluations(exchange, trainer)
-        exchange.serve_trainer(functools.partial(tells, trainer, self._evaluations))
+        exchange.raise_stopped(False)
+        exchange.tell_newcomers(functools.partial(tells, trainer, self._evaluations))
         warn_of_same_rows(exchange, trainer.train_dataset)
         self._record: TrainerRecord | None = None
         counted = int(exchange.totals()["global_tokens"])
