@@ -9,6 +9,7 @@ Elsewhere only direct children are known.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import secrets
 import signal
@@ -19,8 +20,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-
-from ..status import SAVED
 
 # The launchers by name, and how the end of their ranks is read.
 
@@ -58,11 +57,11 @@ HEARD = "heard"
 PATIENCE = 40.0  # seconds that ranks which a launcher left behind get to save
 
 
-def saved_before(folder: str | None, moment: float) -> bool:
-    """Did a rank write status 75 into `folder` before `moment` (seconds since the epoch)?"""
+def was_told(folder: str | None, status: int, before: float = math.inf) -> bool:
+    """Did a rank write this status into `folder` before a moment (seconds since the epoch)?"""
     files = sorted(Path(folder).glob("rank*")) if folder else []
     return any(
-        file.stat().st_mtime < moment and file.read_text().strip() == str(SAVED) for file in files
+        file.stat().st_mtime < before and file.read_text().strip() == str(status) for file in files
     )
 
 
