@@ -80,7 +80,7 @@ def _parse(argv: list[str]) -> tuple[int, list[str], list[str]]:
         parser.error(f"--restarts {args.restarts}: must be 0 or more")
     try:
         os.environ |= unedited.variables(args)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         parser.error(str(error))
     return args.restarts, shlex.split(args.resume_args), args.words
 

@@ -12,8 +12,8 @@ import shlex
 from ..config.load import load_config
 
 LINES = """\
-fsdp_demo.launch: --exchange {exchange} did nothing: no transformers.Trainer has trained below this \
-command (docs/yaml.md). A loop of its own needs two lines, and no --exchange:
+fsdp_demo.launch: --exchange {exchange} did nothing: no transformers.Trainer has trained below \
+this command (docs/yaml.md). A loop of its own needs two lines, and no --exchange:
     exchange = fsdp_demo.attach(optimizer, "{exchange}", model=model)   # before the first step
     exchange.finish()                                                   # after the last one
 """
@@ -45,14 +45,17 @@ def variables(args: argparse.Namespace) -> dict[str, str]:
     """The variables that say what these flags do; none without `--exchange`.
 
     Raises:
-        ValueError, OSError: `--set` or `--resume` without `--exchange`; what `load_config` refuses.
+        ValueError: `--set` or `--resume` without `--exchange`; what `load_config` refuses.
     """
     if args.exchange is None:
         if args.changes or args.resume:
             flag = "--set" if args.changes else "--resume"
             raise ValueError(f"{flag} is of an exchange: give --exchange PRESET, too")
         return {}
-    load_config(args.exchange, args.changes)
+    try:
+        load_config(args.exchange, args.changes)
+    except FileNotFoundError as error:
+        raise ValueError(str(error)) from None
     is_file = os.path.isfile(args.exchange)
     return {
         "ISLAND_EXCHANGE": os.path.abspath(args.exchange) if is_file else args.exchange,
