@@ -47,8 +47,8 @@ def streamed() -> IterableDataset:
     [
         (numbers(7), [1, 3, 5], "3 of its 7 rows"),
         ([0, 1, 2, 3], [1, 3], "2 of its 4 rows"),
-        (Stream(), [1, 3, 5], "every 2th of its rows"),
-        (streamed(), [3, 4, 5], "or of its files"),
+        (Stream(), [1, 3, 5], "one in 2 of the rows"),
+        (streamed(), [3, 4, 5], "or files, of its stream"),
         ({"a": numbers(4), "b": numbers(3)}, {"a": [1, 3], "b": [1]}, "3 of its 7 rows"),
         (DatasetDict({"a": numbers(4)}), {"a": [1, 3]}, "2 of its 4 rows"),
         (None, None, "NOT split"),

@@ -122,6 +122,6 @@ def _split(trainer: Trainer, topology: Topology) -> str:
     if topology.islands == 1 or topology.one_world:
         return "its rows are not split: there is one replica, or a mesh, which splits them"
     if endless:
-        return f"every {topology.islands}th of its rows, or of its files, is this island's"
+        return f"one in {topology.islands} of the rows, or files, of its stream is this island's"
     rows = [sum(map(len, of.values())) for of in (parts, sets)]
     return f"{rows[0]} of its {rows[1]} rows are this island's"
