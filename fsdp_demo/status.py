@@ -33,6 +33,24 @@ def tell_launcher(rank: int, status: int) -> None:
         (Path(folder) / name).write_text(str(status))
 
 
+_TRAINED = "trained"  # in that folder: a Trainer of this island has trained
+
+
+def tell_of_training() -> None:
+    """Say in that folder that a Trainer trains: where an exchange was asked for at the launch, its
+    end without one is no success.
+    """
+    folder = os.environ.get(FOLDER)
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / _TRAINED).touch()
+
+
+def has_trained(folder: str) -> bool:
+    """Whether a rank has said so there."""
+    return (Path(folder) / _TRAINED).exists()
+
+
 def status_of(error: BaseException | None) -> int:
     """The status of a process that this error ends: 75 where others or the store caused it and no
     save has failed, 78 where a person must decide, else 1.

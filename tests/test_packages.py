@@ -32,7 +32,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("fsdp_demo",),
     ("fsdp_demo.tools.report", "fsdp_demo.tools.inspect"),
     ("fsdp_demo.integrations", "fsdp_demo.launch", "deepspeed_ext"),
-    ("fsdp_demo.commands",),
+    ("fsdp_demo.commands", "fsdp_demo.launch.site"),
     ("fsdp_demo.cli",),
 )
 """Packages and single modules, lowest first. One imports from its own package and from rows below,

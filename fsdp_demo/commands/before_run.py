@@ -10,6 +10,7 @@ import sys
 import textwrap
 from dataclasses import fields
 
+from ..launch import unedited
 from ..launch.command_line import Commands
 from ..net.link import Link, parse_rtt
 
@@ -74,8 +75,8 @@ def add_rehearse(commands: Commands) -> None:
     sub.add_argument(
         "--launcher",
         default="accelerate",
-        choices=("accelerate", "torchrun", "deepspeed"),
-        help="default: accelerate",
+        choices=("accelerate", "torchrun", "deepspeed", "command"),
+        help="default: accelerate; command: a whole command stands behind --",
     )
     sub.add_argument("--run", default="rehearse", metavar="ID", help="run id (ISLAND_RUN)")
     sub.add_argument("--cpu", action="store_true", help="use the CPU even where there are GPUs")
@@ -96,6 +97,7 @@ def add_rehearse(commands: Commands) -> None:
     sub.add_argument(
         "--resume-args", default="", metavar="ARGS", help="added to the script's arguments then"
     )
+    unedited.add_arguments(sub)
     sub.set_defaults(run_command=rehearse, takes_script=True)
 
 
@@ -104,6 +106,7 @@ def rehearse(args: argparse.Namespace) -> int:
     from ..launch.rehearsal import Rehearsal
     from ..launch.rehearse import Supervisor
 
+    args.variables = unedited.variables(args)
     given = {field.name: getattr(args, field.name) for field in fields(Rehearsal)}
     given |= {"script": tuple(args.script), "link": _link(args.link, args.rtt)}
     plan = Rehearsal(**given)

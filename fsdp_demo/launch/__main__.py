@@ -1,4 +1,4 @@
-"""Run an island's launcher and end with the status that its ranks ended with.
+"""Run what starts an island, and end with the status that its ranks ended with.
 
 `accelerate launch` and `torchrun` end with status 1 whatever a rank's status was. Here they run
 unchanged in a process of their own, and the status of the rank that failed first becomes the status
@@ -18,6 +18,10 @@ the script's arguments then. The script finds the number of its start in `ISLAND
 ...):
 
     python -m fsdp_demo.launch --restarts 3 torchrun --nproc-per-node 2 train.py --resume auto
+
+With `--exchange PRESET` every `transformers.Trainer` that trains below has the exchange, without a
+change in its script (`unedited.py`). Then any command may stand here: `python train.py`, `trl sft
+--config sft.yaml`.
 """
 
 from __future__ import annotations
@@ -25,13 +29,16 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
+import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from ..status import DECIDE, SAVED, has_trained
 from ..status import FOLDER as STATUS_FOLDER
-from ..status import SAVED
+from . import unedited
 from .command_line import CommandParser
 from .processes import (
     HEARD,
@@ -41,8 +48,8 @@ from .processes import (
     adopt_orphans,
     end_strays,
     path_with_site,
-    saved_before,
     supervise,
+    was_told,
 )
 
 EXAMPLE = "python -m fsdp_demo.launch --restarts 3 torchrun --nproc-per-node 8 train.py"
@@ -51,8 +58,8 @@ EXAMPLE = "python -m fsdp_demo.launch --restarts 3 torchrun --nproc-per-node 8 t
 def _parse(argv: list[str]) -> tuple[int, list[str], list[str]]:
     """Restarts, arguments for them, and the launcher's words. Wrong ones end with status 2."""
     usage = (
-        "python -m fsdp_demo.launch [--restarts N] [--resume-args ARGS] "
-        "{accelerate,deepspeed,torchrun} WORDS"
+        "python -m fsdp_demo.launch [--restarts N] [--resume-args ARGS] [--exchange PRESET|YAML] "
+        "[--set KEY=VALUE] [--resume auto] COMMAND"
     )
     parser = CommandParser(prog="python -m fsdp_demo.launch", usage=usage)
     parser.example(EXAMPLE)
@@ -62,21 +69,26 @@ def _parse(argv: list[str]) -> tuple[int, list[str], list[str]]:
     parser.add_argument(
         "--resume-args", default="", help="added to the script's arguments when it is started again"
     )
+    unedited.add_arguments(parser)
     parser.add_argument("words", nargs=argparse.REMAINDER)
     args = parser.parse_args(argv)
-    if not args.words or args.words[0] not in LAUNCHERS:
+    if not args.words or args.words[0] not in LAUNCHERS and not shutil.which(args.words[0]):
         found = repr(args.words[0]) if args.words else "none"
         parser.error(
-            f"launcher {found}: expected {', '.join(sorted(LAUNCHERS))}, and its arguments. For a "
-            "script of one process write: torchrun --nproc-per-node 1 SCRIPT"
+            f"command {found}: expected {', '.join(sorted(LAUNCHERS))}, or another command that is "
+            "there, and its arguments. For a script of one process write: python SCRIPT"
         )
     if args.restarts < 0:
         parser.error(f"--restarts {args.restarts}: must be 0 or more")
+    try:
+        os.environ |= unedited.variables(args)
+    except ValueError as error:
+        parser.error(str(error))
     return args.restarts, shlex.split(args.resume_args), args.words
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a launcher (a name in `LAUNCHERS`) with its arguments; returns the island's status."""
+    """Run a launcher (a name in `LAUNCHERS`) or another command; returns the island's status."""
     restarts, resume, argv = _parse(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault(LAUNCHED, str(time.time()))
     with tempfile.TemporaryDirectory(prefix="fsdp-demo-") as folder:
@@ -86,26 +98,42 @@ def main(argv: list[str] | None = None) -> int:
         if argv[0] == "deepspeed":
             from .deepspeed import run
 
-            return run(argv)
-        return _run(argv)
+            os.environ["PYTHONPATH"] = path_with_site(os.environ)
+            status = run(argv)
+        else:
+            status = _run(argv)
+        exchange = os.environ.get("ISLAND_EXCHANGE", "").strip()
+        if status == 0 and exchange and not has_trained(os.environ[STATUS_FOLDER]):
+            sys.stderr.write(unedited.LINES.format(exchange=exchange))
+            return DECIDE
+        return status
 
 
 def _run(argv: list[str]) -> int:
-    """torch's launchers, in a process of their own (`torch_launcher.py`)."""
+    """torch's launchers (`torch_launcher.py`) or another command, in a process of its own."""
     adopt_orphans()
-    folder = os.environ[STATUS_FOLDER]
+    folder, own = os.environ[STATUS_FOLDER], argv[0] in LAUNCHERS
     heard = Path(folder) / HEARD
     heard.parent.mkdir(parents=True, exist_ok=True)
     heard.unlink(missing_ok=True)  # of an earlier start
-    launcher = Launcher(heard)
+    launcher = Launcher(heard if own else None)
     env = {**os.environ, "PYTHONPATH": path_with_site(os.environ)}
     with launcher.listening():
-        command = [sys.executable, "-m", "fsdp_demo.launch.torch_launcher", *argv]
-        status = launcher.run(command, env, session=True)
+        first = [sys.executable, "-m", "fsdp_demo.launch.torch_launcher"] if own else []
+        status = launcher.run([*first, *argv], env, session=True)
         if status > 128:  # it was killed, as `accelerate launch` of one process is by SIGTERM
             end_strays()
-            if launcher.told and saved_before(folder, time.time() + 1):
+            if launcher.told and was_told(folder, SAVED):
                 return SAVED
+    return status if own else _of_ranks(status, folder)
+
+
+def _of_ranks(status: int, folder: str) -> int:
+    """The status of an island whose command ended with `status`, which may be that of a launcher in
+    it: what the ranks have written counts for more than 1, or an abort at the interpreter's end.
+    """
+    if status in (1, 128 + signal.SIGABRT):
+        return next((code for code in (DECIDE, SAVED) if was_told(folder, code)), status)
     return status
 
 

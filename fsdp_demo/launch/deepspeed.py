@@ -25,7 +25,7 @@ from typing import Any
 
 from ..status import FOLDER as STATUS_FOLDER
 from ..status import SAVED
-from .processes import LAUNCHERS, end_with_parent, saved_before, shell_status
+from .processes import LAUNCHERS, end_with_parent, shell_status, was_told
 
 _NODE = "deepspeed.launcher.launch"
 """DeepSpeed's launcher of the ranks of one machine; the runner starts it as `python -u -m`, over
@@ -74,7 +74,7 @@ def run(argv: list[str]) -> int:
             return left.code if isinstance(left.code, int) else 1
     assert child.process is not None
     if child.signal:
-        return SAVED if saved_before(folder, time.time() + 1) else 128 + child.signal
+        return SAVED if was_told(folder, SAVED) else 128 + child.signal
     return shell_status(child.process.wait())
 
 
@@ -96,7 +96,7 @@ def node() -> int:
     except SystemExit as left:
         first = shell_status(left.code) if isinstance(left.code, int) else 1
         folder = os.environ.get(STATUS_FOLDER)
-        if first in (1, 128 + signal.SIGABRT) and saved_before(folder, stopped_at):
+        if first in (1, 128 + signal.SIGABRT) and was_told(folder, SAVED, stopped_at):
             return SAVED
         return first
     return 0

@@ -10,6 +10,7 @@ Elsewhere only direct children are known.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import secrets
 import signal
@@ -60,11 +61,11 @@ HEARD = "heard"
 PATIENCE = 40.0  # seconds that ranks which a launcher left behind get to save
 
 
-def saved_before(folder: str | None, moment: float) -> bool:
-    """Did a rank write status 75 into `folder` before `moment` (seconds since the epoch)?"""
+def was_told(folder: str | None, status: int, before: float = math.inf) -> bool:
+    """Did a rank write this status into `folder` before a moment (seconds since the epoch)?"""
     files = sorted(Path(folder).glob("rank*")) if folder else []
     return any(
-        file.stat().st_mtime < moment and file.read_text().strip() == str(SAVED) for file in files
+        file.stat().st_mtime < before and file.read_text().strip() == str(status) for file in files
     )
 
 

@@ -11,9 +11,11 @@ import importlib.util
 import math
 import os
 import re
+import shutil
 import socket
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import counted
@@ -22,6 +24,9 @@ from ..status import FOLDER as STATUS_FOLDER
 from .processes import LAUNCHERS, path_with_site, reserve_port
 
 LOCALHOST = "127.0.0.1"
+
+COMMAND = "command"
+"""The launcher's name where no launcher is put ahead: a whole command starts the ranks."""
 
 _ACCELERATE_CONFIG = """\
 compute_environment: LOCAL_MACHINE
@@ -41,14 +46,16 @@ class Rehearsal:
 
     Attributes:
         islands, procs: number of islands, and of processes (ranks) in each.
-        script: a path and its arguments, or "-m", a module and its arguments.
-        launcher: name in `processes.LAUNCHERS`.
+        script: a path and its arguments, or "-m", a module and its arguments; with `COMMAND` a
+            command and its arguments.
+        launcher: name in `processes.LAUNCHERS`, or `COMMAND`.
         link: rate and round trip between the islands; None: not limited.
         run: id of the run.
         cpu: whether the ranks use the CPU even where there are GPUs.
         grace: seconds that the others get when one island dies for good.
         restarts: how often an island is started again at most (`processes.supervise`).
         resume_args: arguments that are added to the script's from the second start on.
+        variables: those of `unedited.variables`.
 
     Raises:
         ValueError: an argument that is not allowed, or a launcher or script that is not there.
@@ -64,21 +71,13 @@ class Rehearsal:
     grace: float = 40.0
     restarts: int = 0
     resume_args: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, value in (("islands", self.islands), ("procs", self.procs)):
             if value < 1:
                 raise ValueError(f"--{name} {value}: must be 1 or more")
-        if self.launcher not in LAUNCHERS:
-            raise ValueError(f"--launcher {self.launcher}: expected one of {', '.join(LAUNCHERS)}")
-        spec = importlib.util.find_spec(LAUNCHERS[self.launcher].partition(".")[0])
-        # no origin: a mere folder, such as recipes/deepspeed seen from recipes/
-        if spec is None or spec.origin is None:
-            extra = "deepspeed" if self.launcher == "deepspeed" else "hf"
-            raise ValueError(
-                f"--launcher {self.launcher}: not installed; pip install -e '.[{extra}]', or "
-                "--launcher torchrun"
-            )
+        self._check_launcher()
         if not re.fullmatch(r"[A-Za-z0-9._-]+", self.run):
             raise ValueError(
                 f"--run {self.run!r}: a run id has letters, digits, dot, dash and underscore only"
@@ -91,12 +90,32 @@ class Rehearsal:
             raise ValueError("--resume-args: of islands that are restarted; give --restarts N, too")
         if not self.script:
             raise ValueError("no script: fsdp-demo rehearse --islands 2 --procs 2 -- SCRIPT ARGS")
-        if self.module:
+        if self.launcher == COMMAND:
+            if not shutil.which(self.script[0]):
+                raise ValueError(
+                    f"command {self.script[0]!r}: there is none; of a script write: -- python "
+                    "SCRIPT ARGS"
+                )
+        elif self.module:
             name = self.script[1] if len(self.script) > 1 else ""
             if not _is_module(name):
                 raise ValueError(f"-m {name}: no such module (looked in {Path.cwd()})")
         elif not Path(self.script[0]).is_file():
             raise ValueError(f"script {self.script[0]!r}: no such file (looked in {Path.cwd()})")
+
+    def _check_launcher(self) -> None:
+        known = (*LAUNCHERS, COMMAND)
+        if self.launcher not in known:
+            raise ValueError(f"--launcher {self.launcher}: expected one of {', '.join(known)}")
+        package = LAUNCHERS.get(self.launcher, "torch").partition(".")[0]
+        spec = importlib.util.find_spec(package)
+        # no origin: a mere folder, such as recipes/deepspeed seen from recipes/
+        if spec is None or spec.origin is None:
+            extra = "deepspeed" if self.launcher == "deepspeed" else "hf"
+            raise ValueError(
+                f"--launcher {self.launcher}: not installed; pip install -e '.[{extra}]', or "
+                "--launcher torchrun"
+            )
 
     @property
     def module(self) -> bool:
@@ -171,6 +190,9 @@ def environment(
         ISLAND_ADDRESS=LOCALHOST,
         CUDA_VISIBLE_DEVICES=visible,
     )
+    env.update(plan.variables)
+    if plan.launcher == COMMAND:  # what launcher it starts reads one of these; each has its own
+        env["MASTER_PORT"] = env["PET_MASTER_PORT"] = str(reserve_port(LOCALHOST))
     env[STATUS_FOLDER] = str(folder / f"island{island}")
     if plan.link is not None:
         env["ISLAND_LINK"] = str(plan.link)
@@ -196,6 +218,8 @@ def command(plan: Rehearsal, folder: Path, on_gpu: bool) -> list[str]:
         words = ["--hostfile", os.devnull, "--master_port", port]
         words += ["--log_level", "error", "--no_local_rank"]
         words += [] if on_gpu else ["--num_gpus", str(plan.procs)]
+    elif plan.launcher == COMMAND:
+        words = []
     else:
         # one for each island: the one before may be reading its own now
         config = folder / f"accelerate-{port}.yaml"
@@ -207,4 +231,5 @@ def command(plan: Rehearsal, folder: Path, on_gpu: bool) -> list[str]:
     again = []
     if plan.restarts:
         again = ["--restarts", str(plan.restarts), f"--resume-args={plan.resume_args}"]
-    return [sys.executable, "-m", "fsdp_demo.launch", *again, plan.launcher, *words, *script]
+    name = [] if plan.launcher == COMMAND else [plan.launcher]
+    return [sys.executable, "-m", "fsdp_demo.launch", *again, *name, *words, *script]

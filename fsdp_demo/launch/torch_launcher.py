@@ -13,13 +13,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..status import DECIDE, SAVED
 from ..status import FOLDER as STATUS_FOLDER
-from .processes import HEARD, LAUNCHERS, saved_before, shell_status
+from .processes import HEARD, LAUNCHERS, shell_status, was_told
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -64,7 +63,7 @@ def failed_status(error: ChildFailedError, folder: str | None, stops: list[float
         return DECIDE
     stopped_at = min((at for at in stops if at > first.timestamp - 1), default=float("inf"))
     # torch aborts if an interpreter ends with live groups
-    if first.exitcode in (1, -signal.SIGABRT) and saved_before(folder, stopped_at):
+    if first.exitcode in (1, -signal.SIGABRT) and was_told(folder, SAVED, stopped_at):
         return SAVED
     near = (f for f in failures if abs(f.timestamp - first.timestamp) < 5)
     killed = [f for f in near if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
@@ -101,7 +100,7 @@ def main(argv: list[str]) -> int:
     except SignalException as error:
         # Told to stop by a signal, and passed it on. Ranks that saved and left make this a clean
         # stop.
-        return SAVED if saved_before(folder, time.time() + 1) else 128 + int(error.sigval)
+        return SAVED if was_told(folder, SAVED) else 128 + int(error.sigval)
     return 0
 
 

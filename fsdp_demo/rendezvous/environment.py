@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import re
+import shlex
 from collections.abc import Mapping
 
 from ..errors import see
@@ -41,6 +42,10 @@ VARIABLES = {
     "ISLAND_LINK": "rate and round trip of a rehearsal",
     "ISLAND_STATUS": "folder for the exit statuses of the ranks (set by launchers)",
     "ISLAND_ATTEMPT": "how often the launcher has restarted this island",
+    "ISLAND_EXCHANGE": "preset or yaml file, for every transformers.Trainer below a launcher",
+    "ISLAND_EXCHANGE_SET": "changes to it, key=value, in words as a shell splits them",
+    "ISLAND_RESUME": "auto: these Trainers resume from the newest checkpoint, at the first start, "
+    "too",
     "ISLAND_LAUNCHED": "when the launch began, in seconds since the epoch (set by launchers)",
 }
 """All variables of this package, and what they say."""
@@ -113,6 +118,29 @@ def token(env: Mapping[str, str]) -> str:
     """ISLAND_TOKEN, "" where it is not set."""
     text = env.get("ISLAND_TOKEN", "")
     return check(text) if text else ""
+
+
+def exchange(env: Mapping[str, str]) -> tuple[str, list[str]]:
+    """ISLAND_EXCHANGE ("" where it is not set) and the changes in ISLAND_EXCHANGE_SET."""
+    text = env.get("ISLAND_EXCHANGE_SET", "")
+    try:
+        return env.get("ISLAND_EXCHANGE", "").strip(), shlex.split(text)
+    except ValueError as error:
+        raise ValueError(
+            f"ISLAND_EXCHANGE_SET={text!r}: {error}; it must be words key=value, quoted as in a "
+            "shell"
+        ) from None
+
+
+def resumes(env: Mapping[str, str]) -> bool:
+    """Whether a Trainer below a launcher resumes by itself: ISLAND_RESUME says so, or this is not
+    the island's first start (ISLAND_ATTEMPT, or torchrun's own count).
+    """
+    wish = env.get("ISLAND_RESUME", "").strip()
+    if wish not in ("", "auto"):
+        raise ValueError(f"ISLAND_RESUME={wish!r}: allowed is auto, or leave it out")
+    starts = ("ISLAND_ATTEMPT", "TORCHELASTIC_RESTART_COUNT")
+    return bool(wish) or any(whole(env, name, 0) > 0 for name in starts)
 
 
 _said: set[str] = set()  # warnings that a process gives once

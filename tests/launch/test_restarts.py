@@ -125,8 +125,8 @@ def test_restarts_wrong_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--restarts -1: must be 0 or more" in capsys.readouterr().err
     for words, text in (
         (["--restarts", "-1", "torchrun", "x.py"], "--restarts -1: must be 0 or more"),
-        (["foo", "x.py"], "launcher 'foo': expected accelerate, deepspeed, torchrun"),
-        ([], "launcher none: expected"),
+        (["foo", "x.py"], "command 'foo': expected accelerate, deepspeed, torchrun"),
+        ([], "command none: expected"),
     ):
         with pytest.raises(SystemExit) as ended:
             launch.main(words)
