@@ -102,7 +102,10 @@ def test_zero_launch_accelerate_file(tmp_path, source, stage):  # noqa: F811
     ]
     words += ["--exchange", "demo", "--output_dir", tmp_path / "out"]
     with started(
-        *"fsdp_demo.cli store --bind 127.0.0.1:0 --quiet --port-file".split(), tmp_path / "port"
+        *"fsdp_demo.cli store --bind 127.0.0.1:0 --quiet --file".split(),
+        tmp_path / "keys.sqlite",
+        "--port-file",
+        tmp_path / "port",
     ):
         until = time.monotonic() + 60
         while not (tmp_path / "port").exists() and time.monotonic() < until:
