@@ -387,7 +387,7 @@ class Driver(NetworkLoop):
         match note, member:
             case notes.Vote(n, rank, view, epoch), None:
                 self._take_later(epoch, protocol_events.Voted(Ballot(n, rank, view), epoch))
-            case notes.Stops(), _:
+            case notes.ToldToEnd(), _:
                 self.stopping.take(note, member)
             case notes.Frozen(view, lost), _:
                 self.later(SOON, lambda: self._freeze_too(view, lost, member is None))

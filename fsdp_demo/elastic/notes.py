@@ -29,8 +29,8 @@ Reason = Annotated[str, Meta(max_length=1024)]
 
 
 class Note(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What one rank tells another. Votes go to ranks of the same island, `Stops` and `Frozen` to
-    these and to peers, all others to peers.
+    """What one rank tells another. Votes go to ranks of the same island, all others to peers;
+    `ToldToEnd` and `Frozen` go to both.
     """
 
 
@@ -43,7 +43,7 @@ class Vote(Note, frozen=True, tag="vote"):
     epoch: Number
 
 
-class Stops(Note, frozen=True, tag="stops"):
+class ToldToEnd(Note, frozen=True, tag="stops"):
     """The sender is told to end. end: the first message that it never sends. together: so are all
     islands, as it has heard. applied_at: its steps when it last applied a message.
     """

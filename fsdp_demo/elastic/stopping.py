@@ -14,7 +14,7 @@ from ..errors import PeerLost
 from ..membership.protocol_types import Member
 from .message_state import RoundMessage
 from .network_loop import NetworkLoop
-from .notes import Stops
+from .notes import ToldToEnd
 
 ABANDONED = "all islands are told to end, and not all send this message: it is saved as unsent"
 """The error of a message whose answer does not come."""
@@ -39,7 +39,7 @@ class Stopping:
         self._told: set[Member] = set()
         self._ends: dict[Member, int] = {}
         self._applied_at: dict[Member, int] = {}
-        self._said: Stops | None = None
+        self._said: ToldToEnd | None = None
 
     def stop_with_all(self, applied_at: int, seconds: float) -> int | None:
         """The wait of a rank that launches nothing more (`PeerGroup.stop_with_all`), in the thread
@@ -65,12 +65,12 @@ class Stopping:
             return
         self.together |= self._told >= set(rank.record.members) - rank.lost
         end, applied_at = (at.get(rank.me, -1) for at in (self._ends, self._applied_at))
-        note = Stops(end, self.together, applied_at)
+        note = ToldToEnd(end, self.together, applied_at)
         if note != self._said or again:
             self._said = note
             detector.send(note, [*detector.notes.values(), *detector.siblings.values()])
 
-    def take(self, note: Stops, member: Member | None) -> None:
+    def take(self, note: ToldToEnd, member: Member | None) -> None:
         """Keep what a peer, or another rank of this island (`member` is None), says of its end. A
         peer that says that all are told to end has heard so from each.
         """

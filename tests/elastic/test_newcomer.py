@@ -18,7 +18,7 @@ from fsdp_demo import PeerLost
 from fsdp_demo.elastic import agreement, connect, newcomer, peer_group
 from fsdp_demo.elastic.connect import PeerPosition
 from fsdp_demo.elastic.join_server import JoinServer
-from fsdp_demo.elastic.notes import Stops
+from fsdp_demo.elastic.notes import ToldToEnd
 from fsdp_demo.elastic.peer_group import PeerGroup
 from fsdp_demo.elastic.stopping import Stopping
 from fsdp_demo.errors import WireError
@@ -372,7 +372,7 @@ def test_stop_keeps_a_question_that_the_newcomer_is_not_asked() -> None:
     detector = SimpleNamespace(notes={}, siblings={}, send=lambda note, wires: None)
     stopping = Stopping(SimpleNamespace(machine=rank, detector=detector), lambda: False)
     stopping.end()
-    stopping.take(Stops(5, True, -1), members[2])
+    stopping.take(ToldToEnd(5, True, -1), members[2])
     assert not stopping.abandoned(5) and stopping.abandoned(6)
 
 

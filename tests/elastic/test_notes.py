@@ -99,7 +99,7 @@ def test_offer_that_was_put_off_is_refused() -> None:
 
 FROZEN = [
     (notes.Vote(7, 1, 2, 3), '["vote",7,1,2,3]'),
-    (notes.Stops(9, True, -1), '["stops",9,true,-1]'),
+    (notes.ToldToEnd(9, True, -1), '["stops",9,true,-1]'),
     (notes.Frozen(2, (0, 3)), '["frozen",2,[0,3]]'),
     (notes.Beat(12), '["beat",12]'),
     (notes.BeatWanted(), '["landed?"]'),
