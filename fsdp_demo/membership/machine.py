@@ -89,8 +89,9 @@ class Rank:
         noted and sent in the next epoch.
         """
         n, kind, rank = event.n, event.kind, self
+        freed: Actions = ()
         if not self.begun and n > self.next and not event.question:
-            rank = self._begins(n)
+            rank, freed = self._begins(n)
         end = rank.landed + rank.window
         if n != rank.next or n >= end:
             raise ValueError(
@@ -99,8 +100,9 @@ class Rank:
             )
         rank = rank._asked(n) if event.question else rank
         if rank._must_wait(n):
-            return replace(rank, next=n + 1)._with(rank._own(n, kind)), ()
-        return replace(rank, next=n + 1, sent=n + 1)._send_own(n, kind)
+            return replace(rank, next=n + 1)._with(rank._own(n, kind)), freed
+        rank, actions = replace(rank, next=n + 1, sent=n + 1)._send_own(n, kind)
+        return rank, (*freed, *actions)
 
     @property
     def begun(self) -> bool:
@@ -108,14 +110,16 @@ class Rank:
         base = self.record.base[self.record.members.index(self.me)]
         return base == 0 or self.next > base
 
-    def _begins(self, n: int) -> Rank:
+    def _begins(self, n: int) -> tuple[Rank, Actions]:
         """This rank as a newcomer whose first message is n. The messages from its base to n - 1
-        were questions, which it was not asked.
+        were questions, which it was not asked: what a leaver has sent ahead of them is freed.
         """
         rank = self
         for question in range(self.next, n):
             rank = rank._asked(question)
-        return replace(rank, next=n, sent=n, landed=n, freed=n)
+        gone = tuple(protocol_events.Free(e.n) for e in rank.open if e.n < n)
+        later = tuple(e for e in rank.open if e.n >= n)
+        return replace(rank, next=n, sent=n, landed=n, freed=n, open=later), gone
 
     def _asked(self, n: int) -> Rank:
         """Message n is a question, which newcomers are not asked. A newcomer whose base is n takes

@@ -48,6 +48,12 @@ def test_storm_of_newcomers(lives: range, options: dict[str, int]) -> None:
     assert happened["begun"] > len(lives) / 3 and happened["behind"] > len(lives) / 8
 
 
+def test_storm_newcomer_frees_what_a_leaver_sent_ahead_of_questions() -> None:
+    """A newcomer that begins behind questions keeps nothing of a leaver's part of one of them."""
+    happened = storms(range(1002864, 1002865), peer_groups=1, window=1, faults=3)
+    assert happened["early"] and happened["behind"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("part", range(10))
