@@ -5,13 +5,17 @@ ends with status 75.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
+from torch.utils.data._utils import signal_handling
+
 from ..errors import Mismatch, NeedsDecision, PeerLost, Stopped, WireError
+from ..rendezvous import environment
 from ..rendezvous.sibling_watch import TORN
 from ..rendezvous.topology import Topology
 from ..status import DECIDE, SAVED, leave, tell_launcher
@@ -65,7 +69,8 @@ def guard(
     that are gone). The status is 75; 78 where the islands do not run the same (`Mismatch`), which
     another start would not mend; 1 where `save` fails.
 
-    SIGTERM asks the exchange to stop (`Exchange.request_stop`). If one island gets it, it sends its
+    SIGTERM, or another of ISLAND_STOP_SIGNALS, asks the exchange to stop
+    (`Exchange.request_stop`); a second one is the same wish. If one island gets it, it sends its
     work since the last exchange ahead, the others train on, and it may join them again. If all get
     it, all stop after their current steps, and messages that have not reached all islands are saved
     and sent at the resume (docs/membership.md). Python handles signals in the main thread only: in
@@ -90,8 +95,21 @@ def guard(
     """
     again = start_again(exchange.topology, resume or "the same command", SAVED)
     deadline = Deadline(exchange, lambda: again)
+    if threading.current_thread() is not threading.main_thread():
+        log.warning(
+            "guard in the thread %r does not hear SIGTERM, which ends the process unsaved: Python "
+            "handles signals in the main thread only. Train there, or let a handler of the main "
+            "thread call exchange.request_stop()",
+            threading.current_thread().name,
+        )
+
+    def told() -> bool:
+        exchange.request_stop()
+        deadline.begin(told=True)
+        return True
+
     try:
-        with _sigterm(exchange, deadline):
+        with stop_signals(told):
             try:
                 yield
             except (PeerLost, WireError, Stopped) as error:
@@ -151,27 +169,38 @@ class Deadline:
 
 
 @contextmanager
-def _sigterm(exchange: Exchange, deadline: Deadline) -> Iterator[None]:
-    """Handle SIGTERM as a request to stop, if this is the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        log.warning(
-            "guard in the thread %r does not hear SIGTERM, which ends the process unsaved: Python "
-            "handles signals in the main thread only. Train there, or let a handler of the main "
-            "thread call exchange.request_stop()",
-            threading.current_thread().name,
-        )
-        yield
-        return
+def stop_signals(told: Callable[[], bool]) -> Iterator[None]:
+    """Call `told` within this context when one of ISLAND_STOP_SIGNALS comes (SIGTERM is always
+    one); where it returns False, the handler that was there before takes the signal. Python handles
+    signals in the main thread only: in another one this does nothing.
 
-    def told(*_: Any) -> None:
-        exchange.request_stop()
-        deadline.begin(told=True)
+    A forked child has these handlers, too. It is no rank: there SIGTERM does what it did before,
+    and the other signals do nothing. A forked worker of torch's loaders does not hear them at all:
+    torchrun tells the process group of a rank, which cannot go on once a worker has died. Workers
+    end when their rank has ended (torch 2.13, `SubprocessHandler.close`, `_worker_loop`).
+    """
+    here, before = os.getpid(), dict[int, Any]()
+    as_torch_does = signal_handling._set_worker_signal_handlers
 
-    old = signal.signal(signal.SIGTERM, told)
+    def in_worker() -> None:
+        as_torch_does()
+        signal.pthread_sigmask(signal.SIG_BLOCK, before)
+
+    def handle(number: int, frame: object) -> None:
+        if not (told() if os.getpid() == here else number != signal.SIGTERM):
+            signal.signal(number, before[number])
+            os.kill(os.getpid(), number)
+
+    if threading.current_thread() is threading.main_thread():
+        numbers = environment.stop_signals(os.environ)
+        before = {number: signal.signal(number, handle) for number in numbers}
+        signal_handling._set_worker_signal_handlers = in_worker
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, old)
+        signal_handling._set_worker_signal_handlers = as_torch_does
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def _leave(

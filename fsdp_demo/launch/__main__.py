@@ -36,14 +36,17 @@ import tempfile
 import time
 from pathlib import Path
 
+from ..rendezvous.environment import stop_signals
 from ..status import DECIDE, SAVED, has_trained
 from ..status import FOLDER as STATUS_FOLDER
 from . import unedited
 from .command_line import CommandParser
+from .notice import watch
 from .processes import (
     HEARD,
     LAUNCHED,
     LAUNCHERS,
+    SIGNALS,
     Launcher,
     adopt_orphans,
     end_strays,
@@ -59,7 +62,7 @@ def _parse(argv: list[str]) -> tuple[int, list[str], list[str]]:
     """Restarts, arguments for them, and the launcher's words. Wrong ones end with status 2."""
     usage = (
         "python -m fsdp_demo.launch [--restarts N] [--resume-args ARGS] [--exchange PRESET|YAML] "
-        "[--set KEY=VALUE] [--resume auto] COMMAND"
+        "[--set KEY=VALUE] [--resume auto] [--notice aws|gcp|COMMAND] COMMAND"
     )
     parser = CommandParser(prog="python -m fsdp_demo.launch", usage=usage)
     parser.example(EXAMPLE)
@@ -70,6 +73,12 @@ def _parse(argv: list[str]) -> tuple[int, list[str], list[str]]:
         "--resume-args", default="", help="added to the script's arguments when it is started again"
     )
     unedited.add_arguments(parser)
+    parser.add_argument(
+        "--notice",
+        metavar="aws|gcp|COMMAND",
+        help="ask every 5 s whether this machine is taken away (COMMAND: it is, if that ends with "
+        "0), and act then as at SIGTERM",
+    )
     parser.add_argument("words", nargs=argparse.REMAINDER)
     args = parser.parse_args(argv)
     if not args.words or args.words[0] not in LAUNCHERS and not shutil.which(args.words[0]):
@@ -82,8 +91,13 @@ def _parse(argv: list[str]) -> tuple[int, list[str], list[str]]:
         parser.error(f"--restarts {args.restarts}: must be 0 or more")
     try:
         os.environ |= unedited.variables(args)
+        # torch's launchers handle these themselves, where they hear them
+        handled = dict.fromkeys([*SIGNALS, *(s.name for s in stop_signals(os.environ))])
+        os.environ.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(handled))
     except ValueError as error:
         parser.error(str(error))
+    if args.notice is not None:
+        watch(args.notice)
     return args.restarts, shlex.split(args.resume_args), args.words
 
 

@@ -23,6 +23,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+from ..rendezvous.environment import stop_signals
 from ..status import FOLDER as STATUS_FOLDER
 from ..status import SAVED
 from .processes import LAUNCHERS, end_with_parent, shell_status, was_told
@@ -48,12 +49,14 @@ class _Child:
         return self.process
 
     def told(self, number: int, frame: object) -> None:
-        """Handler: pass SIGTERM on; Ctrl-C in a terminal reaches the child by itself."""
-        self.signal = number
+        """Handler: pass it on once, as SIGTERM; Ctrl-C in a terminal reaches the child by
+        itself.
+        """
+        again, self.signal = self.signal, number
         if self.process is None:
             raise SystemExit(128 + number)
-        if number == signal.SIGTERM:
-            self.process.send_signal(number)
+        if number != signal.SIGINT and not again:
+            self.process.send_signal(signal.SIGTERM)
 
 
 def run(argv: list[str]) -> int:
@@ -63,7 +66,7 @@ def run(argv: list[str]) -> int:
     folder = os.environ.get(STATUS_FOLDER)
     runner.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": child.start})  # type: ignore[attr-defined]
     # with a hostfile and pdsh the runner sets handlers of its own
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, *stop_signals(os.environ)):
         signal.signal(number, child.told)
     sys.argv = list(argv)
     try:
@@ -91,6 +94,8 @@ def node() -> int:
         terminate(pid)
 
     launcher.terminate_process_tree = noted  # type: ignore[attr-defined]
+    for number in stop_signals(os.environ)[1:]:  # the runner tells it by SIGTERM
+        signal.signal(number, lambda *_: None)
     try:
         launcher.main()
     except SystemExit as left:

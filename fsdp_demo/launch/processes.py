@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..rendezvous.environment import stop_signals
 from ..status import FOLDER as STATUS_FOLDER
 from ..status import SAVED
 
@@ -35,8 +36,8 @@ ATTEMPT = "ISLAND_ATTEMPT"
 LAUNCHED = "ISLAND_LAUNCHED"
 """Variable with the moment at which the launch began, in seconds since the epoch."""
 
-SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-"""What torch's launchers handle, where TORCHELASTIC_SIGNALS_TO_HANDLE names nothing else."""
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+"""What torch's launchers take for a wish to end, where they are told nothing else."""
 
 SITE = Path(__file__).parent / "site"
 """Folder of the `sitecustomize` for the processes below a launcher."""
@@ -131,10 +132,10 @@ class Launcher:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within this context the signals that torch's launchers handle are passed on."""
-        names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", SIGNALS).split(",")
-        known = {s.name: s for s in signal.Signals}
-        numbers = [known[name.strip()] for name in names if name.strip() in known]
+        """Within this context signals to end are passed on: `SIGNALS` as they are, others of
+        ISLAND_STOP_SIGNALS as SIGTERM.
+        """
+        numbers = {*map(signal.Signals.__getitem__, SIGNALS), *stop_signals(os.environ)}
         before = {number: signal.signal(number, self._on_signal) for number in numbers}
         try:
             yield
@@ -158,13 +159,14 @@ class Launcher:
     def _on_signal(self, number: int, frame: object) -> None:
         if self.told:
             return
-        self.told, end = number, time.monotonic() + 0.5
+        known = signal.Signals(number).name in SIGNALS
+        self.told, end = number if known else signal.SIGTERM, time.monotonic() + 0.5
         while self._heard is not None and time.monotonic() < end:
             if self._heard.exists():
                 return
             time.sleep(0.02)
         if self._process is not None:
-            send([self._process.pid], number)
+            send([self._process.pid], self.told)
 
 
 def end_strays() -> None:

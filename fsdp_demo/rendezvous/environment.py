@@ -11,6 +11,7 @@ import math
 import os
 import re
 import shlex
+import signal
 from collections.abc import Mapping
 
 from ..errors import see
@@ -38,6 +39,7 @@ VARIABLES = {
     "ISLAND_STALL": "seconds that an island which still sends heartbeats may stand while the "
     "others wait for it; default ISLAND_TIMEOUT",
     "ISLAND_STOP": "seconds from SIGTERM to the end of an island, its save included",
+    "ISLAND_STOP_SIGNALS": "signals that say the same as SIGTERM, as USR1,XCPU",
     "ISLAND_TOKEN": "the run's secret, the same on all islands and at the store",
     "ISLAND_LINK": "rate and round trip of a rehearsal",
     "ISLAND_STATUS": "folder for the exit statuses of the ranks (set by launchers)",
@@ -112,6 +114,19 @@ def endpoint(env: Mapping[str, str]) -> Endpoint:
         return split_endpoint(text)
     except ValueError as error:
         raise ValueError(f"ISLAND_ENDPOINT={error}") from None
+
+
+def stop_signals(env: Mapping[str, str]) -> list[signal.Signals]:
+    """The signals that tell an island to end: SIGTERM, and those in ISLAND_STOP_SIGNALS."""
+    text = env.get("ISLAND_STOP_SIGNALS", "")
+    names = [word.strip().upper().removeprefix("SIG") for word in text.split(",") if word.strip()]
+    allowed = ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2", "XCPU")
+    if wrong := [name for name in names if name not in allowed]:
+        raise ValueError(
+            f"ISLAND_STOP_SIGNALS={text!r}: {wrong[0]} is none of {', '.join(allowed)}, which are "
+            "allowed, with commas between them"
+        )
+    return [signal.Signals[f"SIG{name}"] for name in dict.fromkeys(["TERM", *names])]
 
 
 def token(env: Mapping[str, str]) -> str:

@@ -79,6 +79,7 @@ class Topology(Replica):
         """
         env = os.environ if env is None else env
         environment.warn_of_unknown(env)
+        environment.stop_signals(env)  # they are needed later
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         count, islands, island = environment.islands(env)
         common: dict[str, Any] = {

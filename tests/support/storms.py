@@ -476,6 +476,8 @@ class Storm:
         )
 
     def _freed(self, at: At, n: int) -> None:
+        if n < self._base(at):
+            return  # a question that this newcomer was not asked
         for m, base in zip(self.ranks[at].record.members, self.ranks[at].record.base, strict=True):
             self._check(
                 "I8",

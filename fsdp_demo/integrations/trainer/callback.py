@@ -208,7 +208,7 @@ class ExchangeCallback(TrainerCallback):
         self._beginning = beginning
         with beginning.after:
             try:
-                with self._stops.sigterm():
+                with self._stops.signals():
                     result = original(beginning.given, *args, **kwargs)
             except (PeerLost, WireError) as error:
                 self._lost(trainer, error)

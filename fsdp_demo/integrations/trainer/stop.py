@@ -1,22 +1,16 @@
 """Wishes to stop: of callbacks (early stopping, a time limit), which all islands follow at one
-step; and SIGTERM, which cannot wait.
+step; and signals to end, which cannot wait.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from ...exchange.exchange import Exchange
-from ...exchange.guard import Deadline
+from ...exchange.guard import Deadline, stop_signals
 from ...status import SAVED, tell_launcher
-
-REPEATED = 5.0  # seconds within which a second SIGTERM is the same one, from the launcher
 
 
 class Stops:
@@ -31,9 +25,9 @@ class Stops:
         ending: the end is agreed, or reached: nothing is held any more.
         left: this island stopped before the end, and the others know: its process ends with status
             75.
-        cut_off: a mesh was told to end by SIGTERM (here), and has stopped before the end.
+        cut_off: a mesh was told to end by a signal (here), and has stopped before the end.
         unsaved: its newest save has failed.
-        told: SIGTERM has told this rank to end.
+        told: a signal has told this rank to end.
     """
 
     def __init__(
@@ -45,7 +39,6 @@ class Stops:
         self._live, self._warn, self._to_resume = live, warn, to_resume
         self.ending = self.left = self.cut_off = self.unsaved = self._asked = False
         self.told = False
-        self._terminated: float | None = None
         self._deadline: Deadline | None = None
 
     def hold(self, control: Any) -> None:
@@ -118,45 +111,37 @@ class Stops:
         raise SystemExit(SAVED)
 
     @contextmanager
-    def sigterm(self) -> Iterator[None]:
-        """Take SIGTERM for a wish to stop within this context, which ends within ISLAND_STOP."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        old = signal.getsignal(signal.SIGTERM)
-        signal.signal(signal.SIGTERM, lambda *_: self._terminate(old))
+    def signals(self) -> Iterator[None]:
+        """Take ISLAND_STOP_SIGNALS for a wish to stop within this context, which ends within
+        ISLAND_STOP.
+        """
         try:
-            yield
+            with stop_signals(self._terminate):
+                yield
         finally:
-            signal.signal(signal.SIGTERM, old)
             if self._deadline is not None:
                 self._deadline.end()
 
-    def _terminate(self, old: Any) -> None:
-        """Handle SIGTERM. An island stops after its current step, since the next exchange may be
-        too far away. In a mesh all nodes save together, so there the wish travels with the
-        exchange.
-
-        Before the exchange, and at the second SIGTERM, the handler that was there before (`old`)
-        takes it. Launchers pass on a signal that the process group has got already: a repetition
-        within seconds is the same one.
+    def _terminate(self) -> bool:
+        """Handle a signal to end. An island stops after its current step, since the next exchange
+        may be too far away. In a mesh all nodes save together, so there the wish travels with the
+        exchange. A second signal is the same wish. Before the exchange the handler that was there
+        before takes the signal (False).
         """
-        now, before = time.monotonic(), self._terminated
-        self._terminated, self.told = now, True
-        if before is not None and now - before < REPEATED:
-            return
-        exchange = self._live()
-        if before is not None or (exchange is None and not self.ending):
-            signal.signal(signal.SIGTERM, old)
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
+        exchange, again = self._live(), self.told
+        if exchange is None and not self.ending:
+            return False
+        self.told = True
+        if again:
+            return True
         if exchange is None:
-            self._warn("SIGTERM: training has ended; a save that is due is made")
-            return
+            self._warn("told to end: training has ended; a save that is due is made")
+            return True
         if exchange.topology.one_world:
-            self.ask("SIGTERM")
+            self.ask("a signal to end")
         else:
             exchange.request_stop()
-            self._warn("SIGTERM: this island stops after its current step and tells the others")
+            self._warn("told to end: this island stops after its current step and tells the others")
         self._deadline = Deadline(exchange, self._to_resume)
         self._deadline.begin(told=True)
+        return True
