@@ -160,7 +160,8 @@ def test_notice_of_a_cloud(metadata, source: str) -> None:
 
 
 @pytest.mark.parametrize(("source", "text"), [
-    ("gcp", "--notice gcp cannot be asked (<urlopen error"), ("exit 3", ""),
+    ("gcp", "--notice gcp cannot be asked (<urlopen error"),
+    pytest.param("exit 3", "", marks=pytest.mark.launch),
 ])  # fmt: skip
 def test_notice_that_does_not_come(capsys, monkeypatch, source: str, text: str) -> None:
     """Where no service answers, a sentence says so once; nothing ends, as where a command fails."""
