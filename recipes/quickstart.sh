@@ -133,7 +133,7 @@ run() { # run PRESET FOLDER
 
 # An environment of your own: FSDP_DEMO_PYTHON=/path/to/python bash recipes/quickstart.sh
 # shellcheck source=recipes/setup.sh
-[ -n "${FSDP_DEMO_PYTHON:-}" ] || source "$root/recipes/setup.sh"
+[ -n "${FSDP_DEMO_PYTHON:-}" ] || source "$root/recipes/setup.sh" run
 
 if [ -z "$compare" ]; then
     run "$exchange" "${output:-outputs/quickstart}"

@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
 # Makes the environment .venv in the repository root, or reuses it (a second run takes a fraction of a second).
 # Run it (bash recipes/setup.sh) or source it; sourcing also sets FSDP_DEMO_PYTHON to the environment's python.
+# With the word "run" (the quickstart) it leaves out DeepSpeed and what tests and docs need, which come when they are asked for.
+# uv installs, with pip's index, links, constraints and certificate; pip does where uv cannot be had, or fails.
 #
+#   FSDP_DEMO_PIP=1   pip installs
 #   FSDP_DEMO_TORCH   what to install as torch instead of the pinned version, as pip takes it; nothing is checked then. Example:
 #                     FSDP_DEMO_TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu128"
 #   FSDP_DEMO_BASE    the python that makes the environment (default: python3.11, else another of 3.11 or newer)
 
 if [ "${BASH_SOURCE[0]}" != "$0" ]; then
     # Sourced: the work is done by a process of its own, so that no option or variable of it reaches this shell.
-    bash "${BASH_SOURCE[0]}" || return 1
+    bash "${BASH_SOURCE[0]}" "${1:-}" || return 1
     FSDP_DEMO_PYTHON="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin/python"
     export FSDP_DEMO_PYTHON
     return 0
@@ -19,11 +22,49 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
 python=.venv/bin/python
 constraints=recipes/constraints-cpu.txt
+part=all extras=hf,deepspeed,report,docs,dev
+[ "${1:-}" != run ] || part=run extras=hf,report
 stamp=.venv/.fsdp-demo-stamp
 pip=("$python" -m pip install -qq --disable-pip-version-check)
 
 say() { echo "setup: $*" >&2; }
 die() { say "$*"; exit 1; }
+
+# pip_settings: what pip is configured with, as words for uv, a line each.
+pip_settings() {
+    "$python" -m pip config list | "$python" -c '
+import re, shlex, sys
+flags = {"index-url": "--default-index", "extra-index-url": "--index", "find-links": "--find-links", "constraint": "--constraints",
+         "trusted-host": "--allow-insecure-host"}
+for line in sys.stdin:
+    name, _, value = line.strip().partition("=")
+    for word in " ".join(shlex.split(value)).split():
+        if flag := flags.get(name.rpartition(".")[2]):
+            print(flag, word, sep="\n")
+'
+}
+
+# install WORDS: as pip install WORDS
+install() {
+    if [ -n "$uv" ]; then
+        if "$uv" pip install --quiet --python "$python" ${settings[@]+"${settings[@]}"} "$@" 2>"$scratch/uv"; then return; fi
+        say "uv could not install $*; pip does: $(tail -n 1 "$scratch/uv")"
+        uv=""
+    fi
+    "${pip[@]}" "$@"
+}
+
+# uv=PATH where it can be had, else empty
+get_uv() {
+    uv="" settings=()
+    local word
+    [ "${FSDP_DEMO_PIP:-}" != 1 ] && "${pip[@]}" uv 2>/dev/null && [ -x .venv/bin/uv ] || return 0
+    uv=.venv/bin/uv
+    while IFS= read -r word; do settings+=("$word"); done < <(pip_settings)
+    export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-180}" UV_INDEX_STRATEGY="${UV_INDEX_STRATEGY:-unsafe-best-match}" # as pip: the best of all indexes
+    SSL_CERT_FILE="${SSL_CERT_FILE:-$("$python" -m pip config list | sed -n "s/^[^=]*\.cert='\(.*\)'$/\1/p" | tail -n 1)}"
+    if [ -n "$SSL_CERT_FILE" ]; then export SSL_CERT_FILE; fi
+}
 
 # What the environment was made from. The path counts: scripts in an environment hold it.
 digest() {
@@ -31,7 +72,8 @@ digest() {
         { if command -v sha256sum >/dev/null; then sha256sum; else shasum -a 256; fi; } | cut -d ' ' -f 1
 }
 
-up_to_date() { [ -x "$python" ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; }
+# The stamp has what was installed, and the digest. Whoever has all has what a run needs.
+up_to_date() { [ -x "$python" ] && [ -f "$stamp" ] && case "$(cat "$stamp")" in "$part $wanted" | "all $wanted") ;; *) false ;; esac; }
 
 recent_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
@@ -74,6 +116,7 @@ install_cpu_torch() {
     version=$(sed -n 's/^torch==\([^ ;]*\).*/\1/p' "$constraints")
     if is_cpu_torch "$version"; then return; fi
     say "installing torch $version, CPU build"
+    if [ -n "$uv" ] && "$uv" pip install --quiet --python "$python" ${settings[@]+"${settings[@]}"} --no-deps "torch==$version+cpu" 2>/dev/null; then return; fi
     if "${pip[@]}" --no-deps "torch==$version+cpu" 2>"$scratch/log"; then return; fi
     grep -q -i "no matching distribution" "$scratch/log" || { cat "$scratch/log" >&2; die "pip could not install torch==$version+cpu (above)"; }
     "${pip[@]}" --no-deps --index-url https://download.pytorch.org/whl/cpu "torch==$version+cpu" ||
@@ -94,8 +137,8 @@ install_all() {
         cpu=yes
         install_cpu_torch
     fi
-    say "installing the package and its tools (a few minutes the first time)"
-    "${pip[@]}" -c "$scratch/constraints.txt" -e '.[hf,deepspeed,report,docs,dev]'
+    say "installing the package and what it needs (a minute or more the first time)"
+    install -c "$scratch/constraints.txt" -e ".[$extras]"
     [ "$cpu" = no ] || is_cpu_torch ||
         die "no NVIDIA GPU here (no nvidia-smi), yet the torch in .venv has CUDA in it or does not import: remove .venv and run this again"
 }
@@ -112,7 +155,8 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 rm -f "$stamp" # an interrupted start leaves no stamp and is done again
 make_environment
+get_uv
 install_all
-echo "$wanted" >"$stamp.part"
+echo "$part $wanted" >"$stamp.part"
 mv "$stamp.part" "$stamp"
 say "ready: $root/.venv"

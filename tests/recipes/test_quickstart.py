@@ -335,3 +335,27 @@ def test_pretrain_interrupted_goes_on_bit_for_bit(run_ranks, preset):
     """An interrupted run goes on bit for bit."""
     found = run_ranks(interrupted, islands=2, procs=2, args=(preset,), timeout=120)
     assert found == [True] * 4
+
+
+def test_setup_hands_pips_settings_to_uv():
+    """What pip is configured with reaches uv: index, further ones, links, constraints, hosts."""
+    text = (RECIPES / "setup.sh").read_text()
+    function = text[text.index("pip_settings() {") : text.index("\n}\n", text.index("pip_set")) + 3]
+    script = f"python={sys.executable}\n{function}pip_settings"
+    settings = {
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_INDEX_URL": "https://a.example/simple",
+        "PIP_EXTRA_INDEX_URL": "https://b.example file:///c",
+        "PIP_FIND_LINKS": "/wheels",
+        "PIP_TRUSTED_HOST": "a.example",
+        "PIP_CONSTRAINT": "/c.txt",
+    }
+    words = run("bash", "-c", script, timeout=60, **settings).stdout.split()
+    assert {*zip(words[::2], words[1::2], strict=True)} == {
+        ("--default-index", "https://a.example/simple"),
+        ("--index", "https://b.example"),
+        ("--index", "file:///c"),
+        ("--find-links", "/wheels"),
+        ("--allow-insecure-host", "a.example"),
+        ("--constraints", "/c.txt"),
+    }
