@@ -26,7 +26,6 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from fsdp_demo import Topology
-from fsdp_demo.errors import see
 from fsdp_demo.rendezvous.environment import patience
 from fsdp_demo.rendezvous.mesh import meeting_place
 
@@ -244,7 +243,7 @@ def topology(engine: Any = None) -> Topology:
             "and there is nobody to exchange with. Call "
             "deepspeed_ext.shard_within_node(ranks_per_node) before the model is made and "
             "deepspeed.initialize is called, or launch each node as an island (ISLAND_RANK, "
-            f"ISLAND_COUNT); ISLAND_COUNT=1 says that all nodes are one replica{see('one-world')}"
+            "ISLAND_COUNT); ISLAND_COUNT=1 says that all nodes are one replica"
         )
     if mesh is None or mesh.islands == 1:
         return islands
@@ -270,5 +269,5 @@ def compare_environment() -> None:
             f"ranks of one launch have different {name}: {by_value(values)}. All need the same "
             "ISLAND_* variables; a hostfile launch passes them on only if they stand in "
             ".deepspeed_env (NAME=value lines, in the home directory or where `deepspeed` is "
-            f"called){see('hostfile')}"
+            "called). Write that file anew before every start: env | grep ^ISLAND_ > .deepspeed_env"
         )

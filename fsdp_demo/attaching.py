@@ -223,7 +223,9 @@ def vacate(optimizers: Sequence[torch.optim.Optimizer]) -> None:
         found = _attached.get(o)
         before = None if found is None else found()
         if before is not None and before.running:
-            cure = f"finish() or detach() that one first, or attach once{see('attached-twice')}"
-            raise ValueError(f"this optimizer has an exchange already: {cure}")
+            raise ValueError(
+                "this optimizer has an exchange already: finish() or detach() that one first, or "
+                "attach once"
+            )
         if before is not None:
             before.detach()

@@ -250,10 +250,9 @@ class FirstStep:
             log.warning(
                 "%s: buffers that were registered after attach differ between islands: %s. No "
                 "exchange averages them: register them before attach, or make them of what all "
-                "islands share%s",
+                "islands share",
                 runtime.topology.name,
                 first_few(found, 3),
-                see("later-buffers"),
             )
         return found
 

@@ -23,7 +23,6 @@ SCALED = (
     "a GradScaler (fp16) steps this optimizer: it would skip steps on one island alone, and "
     "clipping would see scaled gradients; use bf16 "
     "(torch.autocast(..., dtype=torch.bfloat16), mixed_precision='bf16'), which needs no scaler"
-    + see("grad-scaler")
 )
 
 DROPPED = 20

@@ -229,7 +229,7 @@ class OptimizerStepHooks(StepHooks):
             f"optimizer {index} stepped twice in one round while another did not: attached "
             "optimizers step in turns, once each. "
             "Where one steps more often (the discriminator of a GAN) attach each alone: two "
-            "exchanges" + see("stepped-twice")
+            "exchanges, to which a single island cannot come back"
         )
 
     def _closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:

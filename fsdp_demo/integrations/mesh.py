@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from accelerate.utils import ParallelismConfig
 
-from ..errors import counted, see
+from ..errors import counted
 from ..hosts.base import is_dtensor
 from ..rendezvous.environment import patience
 from ..rendezvous.topology import Topology
@@ -105,7 +105,7 @@ def refuse_hsdp(config: Any) -> None:
             f"ParallelismConfig(dp_replicate_size={config.dp_replicate_size}) is HSDP: it "
             "all-reduces every gradient between nodes. Give "
             "fsdp_demo.integrations.mesh.ExchangeParallelismConfig(...) with the same sizes as "
-            f"parallelism_config instead{see('plain-hsdp')}"
+            "parallelism_config instead"
         )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import files
-from ..errors import counted, see
+from ..errors import counted
 
 log = logging.getLogger("fsdp_demo")
 
@@ -89,8 +89,8 @@ def spared(path: Path) -> Iterator[None]:
     except OSError as error:
         if path not in _refused:
             _refused.add(path)
-            text = "%s cannot be written (%s): training goes on, lines are counted%s"
-            log.warning(text, path, error.strerror or error, see("log-not-written"))
+            text = "%s cannot be written (%s): training goes on, lines are counted"
+            log.warning(text, path, error.strerror or error)
 
 
 def append(path: Path, lines: Iterable[dict[str, Any]]) -> None:

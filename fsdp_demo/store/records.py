@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import see
 from .connection import LARGEST, Answer, Question
 
 log = logging.getLogger("fsdp_demo")
@@ -195,7 +194,7 @@ class Records:
 
 def _cure(error: Exception) -> str:
     if "locked" in str(error):
-        return f"another store has it open; stop that one, or take another file{see('store-file')}"
+        return "another store has it open; stop that one, or take another file (--file PATH)"
     if "not a database" in str(error) or "damaged" in str(error) or "malformed" in str(error):
         return f"{error}: no store's file, or a damaged one; take another file"
     return (
