@@ -12,14 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsdp_demo
-from fsdp_demo.checkpoint.choice import (
-    HeldCheckpoint,
-    alike,
-    choose,
-    look,
-    superfluous,
-    together,
-)
+from fsdp_demo.checkpoint.choice import HeldCheckpoint, alike, choose, look, superfluous, together
 from fsdp_demo.checkpoint.files import write_part
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.errors import NeedsDecision

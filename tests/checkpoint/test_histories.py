@@ -151,7 +151,6 @@ def trained(me: Any) -> Any:
 
 def test_history_of_survivors_holds_loss(run_ranks) -> None:
     """The history of all survivors holds the loss of an island."""
-    pytest.importorskip("zmq")
     one, died, two = run_ranks(trained, 3, 1)  # the end of a process is a loss at once
     assert died == 9 and one == two
     heads, saved, unsaid, now = one

@@ -29,10 +29,7 @@ def test_save_whole_or_absent(tmp_path):
     kept = single(tmp_path)
     kept.save(10, write())
     assert list(kept.whole()) == [10]
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        ".life.json",
-        "checkpoint-10",
-    ]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".life.json", "checkpoint-10"]
     content = json.loads((kept.path(10) / MANIFEST).read_text())
     assert content["version"] == 1
     assert content["step"] == 10

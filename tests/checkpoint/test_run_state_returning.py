@@ -20,8 +20,6 @@ from ..exchange.test_survivors import ENV, Small, backward
 from ..support.forked import forked
 from ..support.heard import heard
 
-pytest.importorskip("zmq")
-
 CASES = {
     "demo": preset("demo", inner_optimizer="adamw"),
     "diloco": preset("diloco", period=3),

@@ -4,23 +4,17 @@
 
 import pytest
 import torch
+import transformers.integrations.deepspeed  # noqa: F401
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DeepSpeedPlugin
+from torch.utils.data import DataLoader
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
-pytest.importorskip("deepspeed")
+import deepspeed_ext
+import fsdp_demo
 
-import transformers.integrations.deepspeed  # noqa: E402, F401
-from accelerate import Accelerator, PartialState  # noqa: E402
-from accelerate.utils import DeepSpeedPlugin  # noqa: E402
-from torch.utils.data import DataLoader  # noqa: E402
-
-import deepspeed_ext  # noqa: E402
-import fsdp_demo  # noqa: E402
-
-from ..support import trainer_script as script  # noqa: E402
-from ..support import zero  # noqa: E402
-from ..support.accelerate_anew import accelerate_anew  # noqa: E402, F401
-from ..support.collectives import Recorder  # noqa: E402
+from ..support import trainer_script as script
+from ..support import zero
+from ..support.collectives import Recorder
 
 
 def prepared(me, stage, mesh=False, **changes):

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("deepspeed")
+import deepspeed_ext
+from fsdp_demo import preset
 
-import deepspeed_ext  # noqa: E402
-from fsdp_demo import preset  # noqa: E402
-
-from ..support import joining, zero  # noqa: E402
+from ..support import joining, zero
 
 N = 6
 CASES = {

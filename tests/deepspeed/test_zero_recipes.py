@@ -9,24 +9,18 @@ import signal
 import sys
 from pathlib import Path
 
+import datasets
+import deepspeed_parts
+import pretrain
+import pretrain_deepspeed
 import pytest
+import report
+import torch
 
-pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
-datasets = pytest.importorskip("datasets")
+from ..support import zero  # noqa: F401 (no compiler; imported before the first fork)
+from ..support.inside import in_ranks
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
-
-import deepspeed_parts  # noqa: E402
-import pretrain  # noqa: E402
-import pretrain_deepspeed  # noqa: E402
-import report  # noqa: E402
-import torch  # noqa: E402
-
-from ..support import zero  # noqa: E402, F401 (no compiler; imported before the first fork)
-from ..support.inside import in_ranks  # noqa: E402
-
 COMMON = (
     "--sequence-length 16 --batch-size 2 --eval-every 0 --eval-batches 3 --log-every 1 "
     "--warmup-steps 1 --lr 0.004"

@@ -4,24 +4,22 @@ rank, before anything is sent.
 
 import os
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-deepspeed = pytest.importorskip("deepspeed")
+import deepspeed_ext
+import fsdp_demo
+from deepspeed_ext.node_mesh import compare_environment
+from deepspeed_ext.refusals import refuse
+from fsdp_demo import MuonAdamW, Topology, preset
 
-from deepspeed.runtime.config import DeepSpeedConfig  # noqa: E402
-from deepspeed.runtime.engine import DeepSpeedEngine  # noqa: E402
-
-import deepspeed_ext  # noqa: E402
-import fsdp_demo  # noqa: E402
-from deepspeed_ext.node_mesh import compare_environment  # noqa: E402
-from deepspeed_ext.refusals import refuse  # noqa: E402
-from fsdp_demo import MuonAdamW, Topology, preset  # noqa: E402
-
-from ..support import zero  # noqa: E402
-from ..support.inside import in_ranks  # noqa: E402
+from ..support import zero
+from ..support.inside import in_ranks
 
 CPU = {"device": "cpu", "pin_memory": False}
 NVME = {"device": "nvme", "nvme_path": "/nvme"}

@@ -128,21 +128,9 @@ def check(out: list[dict[str, Any]], root: Path, procs: int = 2, whole: bool = T
     """`whole`: DeepSpeed's script reads what this wrapper saves."""
     for rank, o in enumerate(out):
         folder = root / f"island{rank // procs}"
-        assert o["loaded"] == [], (
-            rank,
-            o["loaded"],
-            o["resumed"],
-        )
-        assert o["resumed"] == [], (
-            rank,
-            o["loaded"],
-            o["resumed"],
-        )
-        assert o["moved"], (
-            rank,
-            o["loaded"],
-            o["resumed"],
-        )
+        assert o["loaded"] == [], (rank, o["loaded"], o["resumed"])
+        assert o["resumed"] == [], (rank, o["loaded"], o["resumed"])
+        assert o["moved"], (rank, o["loaded"], o["resumed"])
         assert Path(o["path"]).is_relative_to(folder) and o["client"]["mine"] == 3
         if rank % procs == 0:
             merged = (

@@ -13,15 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+import transformers.integrations.deepspeed  # noqa: F401
 
-pytest.importorskip("deepspeed")
+from deepspeed_ext.checkpoints import OF_DEEPSPEED, advance
+from fsdp_demo import Topology
+from fsdp_demo.checkpoint.files import copied
 
-from deepspeed_ext.checkpoints import OF_DEEPSPEED, advance  # noqa: E402
-from fsdp_demo import Topology  # noqa: E402
-from fsdp_demo.checkpoint.files import copied  # noqa: E402
-
-from ..support import zero  # noqa: E402
-from .test_zero_resume import N, differences, everything, make  # noqa: E402
+from ..support import trainer_script as script
+from ..support import zero
+from ..support.inside import in_ranks
+from ..support.trainer_script import history, one_line
+from .test_zero_resume import N, differences, everything, make
 
 
 def root_of(me: Any, root: Path) -> str:
@@ -219,37 +221,23 @@ def test_zero_take_over_recipe(run_ranks, monkeypatch) -> None:
     "stage, preset, changes",
     [("zero1", "full", {}), ("zero2", "demo", {}), ("zero3", "diloco", {"period": 3})],
 )
-def test_zero_take_over_trainer(run_ranks, stage, preset, changes) -> None:
+@in_ranks(timeout=120)
+def test_zero_take_over_trainer(me, stage, preset, changes) -> None:
     """The Trainer takes over from the other replica."""
-    pytest.importorskip("transformers")
-    pytest.importorskip("datasets")
-    import transformers.integrations.deepspeed  # noqa: F401
-
-    from ..integrations.test_trainer import history
-    from ..support import trainer_script as script
-    from .test_zero_trainer import extra, settings, shown, whole
-
-    def work(me):
-        plan = {"max_steps": 10, "save_steps": 5, "eval_strategy": "no", "logging_steps": 1}
-        out = []
-        for resume in (None, True):
-            where = me.folder / f"disk{me.island}" / "out"
-            trained = script.trained(
-                where, extra(preset, **changes), resume=resume, deepspeed=settings(stage), **plan
-            )
-            counts = (trained.state.global_step, trained.deepspeed.global_steps)
-            out.append(
-                (whole(trained), shown(trained), history(trained, "learning_rate")[-5:], counts)
-            )
-            torch.distributed.barrier()
-            if me.proc == 0 and resume is None:
-                home = where / f"island{me.island}"
-                shutil.rmtree(home if me.island else home / "checkpoint-10")
-            torch.distributed.barrier()
-        return out
-
-    out = run_ranks(work, islands=2, procs=2, timeout=120)
-    for first, again in out:
-        assert again[3] == (10, 10) and again[2] == first[2] and torch.equal(again[0], out[0][1][0])
-        assert torch.equal(again[1], again[0])
-        assert preset != "full" or torch.equal(again[0], first[0])
+    plan = {"max_steps": 10, "save_steps": 5, "eval_strategy": "no", "logging_steps": 1}
+    plan |= {"deepspeed": zero.for_trainer(stage)}
+    where, out = me.folder / f"disk{me.island}" / "out", []
+    for resume in (None, True):
+        trained = script.trained(where, one_line(preset, **changes), resume=resume, **plan)
+        assert (trained.state.global_step, trained.deepspeed.global_steps) == (10, 10)
+        masters = script.parameters(trained)
+        assert torch.equal(zero.shown(trained), masters)
+        out.append((masters, history(trained, "learning_rate")[-5:]))
+        torch.distributed.barrier()
+        if me.proc == 0 and resume is None:
+            home = where / f"island{me.island}"
+            shutil.rmtree(home if me.island else home / "checkpoint-10")
+        torch.distributed.barrier()
+    (first, rates), (again, same) = out
+    assert rates == same and (preset != "full" or torch.equal(again, first))
+    return again

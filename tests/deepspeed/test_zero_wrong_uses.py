@@ -230,10 +230,7 @@ def test_zero_refused_step_not_counted(me: Any) -> None:
     made = zero.engine(zero.settings("zero1", accumulate=2))
     exchange = deepspeed_ext.attach(made, "diloco", period=2)
     zero.train(made, range(1), me.rank, accumulate=2)
-    with (
-        made.no_sync(),
-        pytest.raises(AssertionError, match="illegal to call Engine.step"),
-    ):
+    with made.no_sync(), pytest.raises(AssertionError, match="illegal to call Engine.step"):
         made.step()
     assert made.micro_steps == 2
     zero.train(made, range(1, 3), me.rank, accumulate=2)

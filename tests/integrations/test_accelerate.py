@@ -5,22 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+from torch.distributed.tensor import DTensor
+from transformers import LlamaForCausalLM
 
-pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
-
-from accelerate import Accelerator  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
-from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
-from transformers import LlamaForCausalLM  # noqa: E402
-
-import fsdp_demo  # noqa: E402
-from fsdp_demo.checkpoint import load_exchange, save_exchange  # noqa: E402
-from fsdp_demo.integrations import accelerate as integration  # noqa: E402
+import fsdp_demo
+from fsdp_demo.checkpoint import load_exchange, save_exchange
+from fsdp_demo.integrations import accelerate as integration
 
 from ..support.inside import in_ranks
-from ..support.llama import llama  # noqa: E402
+from ..support.llama import llama
 
 # [micro-batch, rank, row, token]
 ROWS = torch.randint(0, 64, (2, 2, 3, 16), generator=torch.Generator().manual_seed(1))

@@ -12,19 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.tracking import GeneralTracker, on_main_process
+from accelerate.utils import TorchDynamoPlugin
+from torch.distributed.tensor import DTensor
 
-pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
+import fsdp_demo
+from fsdp_demo.integrations import accelerate as integration
 
-from accelerate.scheduler import AcceleratedScheduler  # noqa: E402
-from accelerate.tracking import GeneralTracker, on_main_process  # noqa: E402
-from accelerate.utils import TorchDynamoPlugin  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
-
-import fsdp_demo  # noqa: E402
-from fsdp_demo.integrations import accelerate as integration  # noqa: E402
-
-from ..support.llama import llama  # noqa: E402
+from ..support.llama import llama
 
 WINDOWS, MICRO = 3, 2
 ROWS = torch.randint(

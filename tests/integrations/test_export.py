@@ -9,25 +9,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
+from fsdp_demo import attach, cli
+from fsdp_demo.checkpoint import folders, save_exchange
+from fsdp_demo.integrations.export import export
+from fsdp_demo.integrations.export.card import numbers
+from fsdp_demo.integrations.export.weights import read_model
+from fsdp_demo.integrations.mesh import ExchangeParallelismConfig
+from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: E402
-
-from fsdp_demo import attach, cli  # noqa: E402
-from fsdp_demo.checkpoint import (
-    folders,
-    save_exchange,  # noqa: E402
-)
-from fsdp_demo.integrations.export import export  # noqa: E402
-from fsdp_demo.integrations.export.card import numbers  # noqa: E402
-from fsdp_demo.integrations.export.weights import read_model  # noqa: E402
-from fsdp_demo.integrations.mesh import ExchangeParallelismConfig  # noqa: E402
-from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer  # noqa: E402
-
-from ..support import trainer_script as script  # noqa: E402
-from .test_trainer import history  # noqa: E402
+from ..support import trainer_script as script
+from ..support.trainer_script import history
 
 
 def small(tied=False, wide=False):

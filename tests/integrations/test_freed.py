@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
+import fsdp_demo
+from fsdp_demo.integrations.accelerate import accelerator
+from fsdp_demo.integrations.trainer import ExchangeCallback
 
-import fsdp_demo  # noqa: E402
-from fsdp_demo.integrations.accelerate import accelerator  # noqa: E402
-from fsdp_demo.integrations.trainer import ExchangeCallback  # noqa: E402
-
-from ..support import trainer_script as script  # noqa: E402
-from ..support.freed import left, references  # noqa: E402
-from ..support.heard import heard  # noqa: E402
+from ..support import trainer_script as script
+from ..support.freed import left, references
+from ..support.heard import heard
 from ..support.inside import in_ranks
-from ..support.trainer_script import before_ranks  # noqa: E402, F401
+from ..support.trainer_script import before_ranks  # noqa: F401
 
 
 def test_accelerate_frees_the_model(run_ranks: Any) -> None:
@@ -56,9 +52,7 @@ def test_trainer_frees_the_model(me: Any) -> None:
         )
         trained.accelerator.free_memory()
         return references(
-            model=trained.model,
-            optimizer=trained.optimizer.optimizer,
-            exchange=callback.exchange,
+            model=trained.model, optimizer=trained.optimizer.optimizer, exchange=callback.exchange
         )
 
     first, before = left(life, 4, False), list(said)

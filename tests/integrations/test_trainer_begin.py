@@ -10,15 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_callback import TrainerControl
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
-
-from transformers import EarlyStoppingCallback, TrainerCallback  # noqa: E402
-from transformers.trainer_callback import TrainerControl  # noqa: E402
-
-import fsdp_demo  # noqa: E402
-from fsdp_demo.integrations.trainer import (  # noqa: E402
+import fsdp_demo
+from fsdp_demo.integrations.trainer import (
     ExchangeCallback,
     beginning,
     exchange_optimizer,
@@ -26,7 +22,7 @@ from fsdp_demo.integrations.trainer import (  # noqa: E402
     state,
 )
 
-from ..support import trainer_script as script  # noqa: E402
+from ..support import trainer_script as script
 
 
 def alone(rank, callbacks, **settings):

@@ -7,22 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
+import fsdp_demo
+from fsdp_demo import Topology
+from fsdp_demo.integrations.arguments import ExchangeArguments
+from fsdp_demo.integrations.data import split_dataset_by_island
+from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer
 
-from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
-
-import fsdp_demo  # noqa: E402
-from fsdp_demo import Topology  # noqa: E402
-from fsdp_demo.integrations.arguments import ExchangeArguments  # noqa: E402
-from fsdp_demo.integrations.data import split_dataset_by_island  # noqa: E402
-from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer  # noqa: E402
-
-from ..support import trainer_script as script  # noqa: E402
-from ..support.heard import heard  # noqa: E402
+from ..support import trainer_script as script
+from ..support.heard import heard
 from ..support.inside import in_ranks
-from .test_trainer import history, one_line  # noqa: E402
+from ..support.trainer_script import history, one_line
 
 
 def test_trainer_flags(tmp_path):

@@ -9,24 +9,19 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.utils import ParallelismConfig
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import TrainerCallback
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
+from fsdp_demo.checkpoint import manager
+from fsdp_demo.integrations.mesh import ExchangeParallelismConfig, mesh_topology
+from fsdp_demo.integrations.trainer import ExchangeCallback
 
-from accelerate.utils import ParallelismConfig  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
-from transformers import TrainerCallback  # noqa: E402
-
-from fsdp_demo.checkpoint import manager  # noqa: E402
-from fsdp_demo.integrations.mesh import ExchangeParallelismConfig, mesh_topology  # noqa: E402
-from fsdp_demo.integrations.trainer import ExchangeCallback  # noqa: E402
-
-from ..support import trainer_script as script  # noqa: E402
+from ..support import trainer_script as script
 from ..support.heard import heard
 from ..support.inside import in_ranks
-from .test_trainer import history  # noqa: E402
-from .test_trainer_resume import extra  # noqa: E402
+from ..support.trainer_script import history, one_line
 
 WORLD = {"ISLAND_COUNT": ""}  # no ISLAND_* variables: four ranks, two nodes of two
 
@@ -88,7 +83,7 @@ def trainer(rank, where, preset, changes, callbacks=(), **settings):
         PARALLELISM_CONFIG_DP_REPLICATE_SIZE="2", PARALLELISM_CONFIG_DP_SHARD_SIZE="2"
     )
     settings |= {"fsdp": True, "axes": ExchangeParallelismConfig(), "callbacks": callbacks}
-    return script.trainer(rank.folder / where, extra(preset, changes), **settings)
+    return script.trainer(rank.folder / where, one_line(preset, **changes), **settings)
 
 
 def train(rank, preset, changes, noisy=False):
@@ -159,7 +154,7 @@ def test_trainer_mesh_resume_bit_for_bit(run_ranks, tmp_path, preset, changes):
             eval_strategy="no", save_strategy="no", lr_scheduler_type="constant",
             optim="adamw_torch",
         )  # fmt: skip
-        line = extra(preset, changes)
+        line = one_line(preset, **changes)
         trained = script.trained(tmp_path / "again", line, resume=str(at), fsdp=True, **settings)
         return script.shards(trained)
 

@@ -7,17 +7,13 @@ import zlib
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
+from fsdp_demo.integrations.trainer import callback as module
 
-from transformers import TrainerCallback  # noqa: E402
-
-from fsdp_demo.integrations.trainer import callback as module  # noqa: E402
-
-from ..support import joining  # noqa: E402
-from ..support import trainer_script as script  # noqa: E402
-from .test_trainer_resume import extra  # noqa: E402
+from ..support import joining
+from ..support import trainer_script as script
+from ..support.trainer_script import one_line
 
 PLAN = {
     "save_strategy": "no", "logging_steps": 1, "max_steps": 12, "lr_scheduler_type": "cosine",
@@ -72,7 +68,7 @@ class Over(Exception):
 def trained(rank, preset, watch, changes=None, **plan):
     return script.trainer(
         rank.folder / f"out{watch.records}{rank.island}",
-        extra(preset, changes or {}),
+        one_line(preset, **changes or {}),
         callbacks=[watch],
         **PLAN | plan,
     )

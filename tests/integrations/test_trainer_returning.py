@@ -6,19 +6,13 @@ import logging
 import os
 import time
 
-import pytest
 import torch
+from transformers import TrainerCallback
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
-pytest.importorskip("zmq")
-
-from transformers import TrainerCallback  # noqa: E402
-
-from ..exchange.test_survivors import ENV  # noqa: E402
-from ..support import trainer_script as script  # noqa: E402
-from ..support.heard import heard  # noqa: E402
-from .test_trainer_resume import extra  # noqa: E402
+from ..exchange.test_survivors import ENV
+from ..support import trainer_script as script
+from ..support.heard import heard
+from ..support.trainer_script import one_line
 
 PLAN = {
     "save_steps": 4, "logging_steps": 1000, "max_steps": 140, "lr_scheduler_type": "cosine",
@@ -64,7 +58,7 @@ def life(me, dies=0):
     watch = Life(come, me.island == 1 and not dies, dies)
     trainer = script.trainer(
         me.folder.parent / f"disk{me.island}",
-        extra("diloco", {"period": 5}),
+        one_line("diloco", period=5),
         callbacks=[watch],
         **PLAN,
     )

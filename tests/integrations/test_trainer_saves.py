@@ -16,24 +16,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
-
-from transformers import TrainerCallback  # noqa: E402
-
-import fsdp_demo  # noqa: E402
-from fsdp_demo.checkpoint import CheckpointManager  # noqa: E402
-from fsdp_demo.checkpoint.folders import Fence  # noqa: E402
+import fsdp_demo
+from fsdp_demo.checkpoint import CheckpointManager
+from fsdp_demo.checkpoint.folders import Fence
 from fsdp_demo.errors import NeedsDecision, Superseded
-from fsdp_demo.integrations.trainer import state  # noqa: E402
-from fsdp_demo.peers.votes import Ranks  # noqa: E402
+from fsdp_demo.integrations.trainer import state
+from fsdp_demo.peers.votes import Ranks
 
-from ..support import trainer_script as script  # noqa: E402
-from ..support.heard import heard  # noqa: E402
+from ..support import trainer_script as script
+from ..support.heard import heard
 from ..support.inside import in_ranks
-from .test_trainer import history  # noqa: E402
-from .test_trainer_resume import extra  # noqa: E402
+from ..support.trainer_script import history, one_line
 
 SETTINGS = {"eval_strategy": "no", "logging_steps": 1}
 LINE = {"period": 3}
@@ -43,7 +38,10 @@ def made(rank, callbacks=(), fresh=False, **settings):
     logging.basicConfig(level=logging.WARNING, force=True)
     line = {**LINE, "fresh": True} if fresh else LINE
     return script.trainer(
-        rank.folder / "out", extra("diloco", line), callbacks=callbacks, **{**SETTINGS, **settings}
+        rank.folder / "out",
+        one_line("diloco", **line),
+        callbacks=callbacks,
+        **{**SETTINGS, **settings},
     )
 
 
@@ -282,7 +280,7 @@ def test_trainer_save_limit_on_each_node(run_ranks):
     def work(rank):
         folder = rank.folder / f"node{rank.proc}" / "out"
         each = {"save_on_each_node": True, "save_total_limit": 2, "max_steps": 4, "save_steps": 1}
-        script.trained(folder, extra("demo", {}), **SETTINGS, **each)
+        script.trained(folder, one_line("demo"), **SETTINGS, **each)
         return sorted(p.name for p in (folder / f"island{rank.island}").glob("checkpoint-*"))
 
     def node(rank):
@@ -297,7 +295,7 @@ def test_trainer_save_limit_on_each_node(run_ranks):
 def test_trainer_save_checksums_of_all_ranks(me):
     """The manifest has a checksum of every file, of whichever rank it is."""
     script.trained(
-        me.folder / "out", extra("demo", {}), fsdp=True, **SETTINGS, max_steps=2, save_steps=2
+        me.folder / "out", one_line("demo"), fsdp=True, **SETTINGS, max_steps=2, save_steps=2
     )
     files = json.loads((own(me) / "checkpoint-2" / "manifest.json").read_text())["files"]
     folder = own(me) / "checkpoint-2"

@@ -12,16 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
+from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer
 
-from transformers import TrainerCallback  # noqa: E402
-
-from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer  # noqa: E402
-
-from ..support import trainer_script as script  # noqa: E402
-from .test_trainer import one_line  # noqa: E402
+from ..support import trainer_script as script
+from ..support.trainer_script import one_line
 
 
 def tell() -> None:

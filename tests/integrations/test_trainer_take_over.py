@@ -9,33 +9,25 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
-
-from transformers import TrainerCallback  # noqa: E402
-
-import fsdp_demo  # noqa: E402
-from fsdp_demo.checkpoint import taking_over  # noqa: E402
-from fsdp_demo.checkpoint.choice import HeldCheckpoint  # noqa: E402
-from fsdp_demo.checkpoint.manager import ResumePoint  # noqa: E402
-from fsdp_demo.errors import NeedsDecision  # noqa: E402
+import fsdp_demo
+from fsdp_demo.checkpoint import taking_over
+from fsdp_demo.checkpoint.choice import HeldCheckpoint
+from fsdp_demo.checkpoint.manager import ResumePoint
+from fsdp_demo.errors import NeedsDecision
 from fsdp_demo.integrations.trainer.beginning import (
     _with_others,
     find_checkpoint,
     refuse_sharded,
     told,
-)  # noqa: E402
-from fsdp_demo.integrations.trainer.joining import (
-    TakeOver,  # noqa: E402
-    sentence,  # noqa: E402
 )
-from fsdp_demo.peers.votes import Ranks  # noqa: E402
+from fsdp_demo.integrations.trainer.joining import TakeOver, sentence
+from fsdp_demo.peers.votes import Ranks
 
-from ..support import trainer_script as script  # noqa: E402
-from ..support.inside import in_ranks  # noqa: E402
-from .test_trainer import history  # noqa: E402
-from .test_trainer_resume import extra  # noqa: E402
+from ..support import trainer_script as script
+from ..support.inside import in_ranks
+from ..support.trainer_script import history, one_line
 
 PLAN = {"save_steps": 4, "eval_strategy": "no", "logging_steps": 1}
 
@@ -58,7 +50,7 @@ def train(
     own = rank.folder / f"{where}{rank.island}" / "out"
     trained = script.trained(
         own,
-        extra(preset, changes or {}),
+        one_line(preset, **changes or {}),
         resume=resume,
         fsdp=fsdp,
         callbacks=[rates, *plan.pop("callbacks", [])],

@@ -194,3 +194,22 @@ def whole(made: Any) -> dict[str, torch.Tensor]:
         for n, p in made.module.named_parameters()
         if p.requires_grad
     }
+
+
+def for_trainer(stage: str, **more: Any) -> dict[str, Any]:
+    """DeepSpeed's configuration as users of a Trainer write it: "auto" wherever it knows better."""
+    numbers = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    return {
+        **dict.fromkeys((*numbers, "gradient_clipping"), "auto"),
+        "zero_optimization": BUCKETS | STAGES[stage],
+        "bf16": {"enabled": "auto"},
+        "steps_per_print": 10**9,
+        **more,
+    }
+
+
+def shown(trained: Any) -> torch.Tensor:
+    """A Trainer's own parameters as one vector, as a forward sees them."""
+    params = list(trained.model.parameters())
+    with deepspeed.zero.GatheredParameters(params):
+        return torch.cat([p.detach().float().flatten() for p in params])
