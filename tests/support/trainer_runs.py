@@ -48,15 +48,13 @@ def resume_is_bit_for_bit(me: Any, preset: str, changes: dict[str, Any], **how: 
 
 
 class Term(TrainerCallback):
-    """SIGTERM at the end of step 4, where `told`; `slow`: steps that end before both are told would
-    be all.
-    """
+    """SIGTERM at the end of a step; `slow`: steps that end before both are told would be all."""
 
-    def __init__(self, told: bool, slow: bool = False):
-        self.told, self.slow = told, slow
+    def __init__(self, step: int, slow: bool = False):
+        self.step, self.slow = step, slow
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 4 and self.told:
+        if state.global_step == self.step:
             os.kill(os.getpid(), signal.SIGTERM)
         if self.slow:
             time.sleep(0.2)
@@ -70,7 +68,7 @@ def sigterm_saves_and_resumes(
     """
     plan = {"max_steps": 12, "eval_strategy": "no", "save_steps": 100, "logging_steps": 1, **how}
     out = []
-    told = Term(me.proc == 0, slow)
+    told = Term(4 if me.proc == 0 else -1, slow)
     for where, callbacks, resume in (("whole", [], None), ("cut", [told], None), ("cut", [], True)):
         os.environ["ISLAND_RUN"] += f"-{where}-{resume}"
         line = script.one_line(preset, **changes)

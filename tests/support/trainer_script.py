@@ -155,6 +155,12 @@ def trainer(
     )
 
 
+def alone(me, callbacks=(), **changes):
+    """A `trainer` of one island, whose preset has an optimizer of its own."""
+    changes = {"max_steps": 6, "eval_strategy": "no", "save_steps": 2, **changes}
+    return trainer(me.folder / "out", one_line("demo"), callbacks=callbacks, **changes)
+
+
 def trained(folder, extra, *, resume=None, **changes):
     """A `trainer` that has trained; `resume` is what the script passes on."""
     made = trainer(folder, extra, **changes)
