@@ -194,7 +194,7 @@ def test_zero_mesh_zero_init_inside_node(me) -> None:
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @in_ranks(1, 4)
-def test_zero_mesh_from_pretrained(me, bf16: bool) -> None:
+def test_zero_mesh_from_pretrained(me, bf16: bool) -> torch.Tensor:
     """`from_pretrained` loads every replica and cuts parameters inside the node."""
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
     from transformers.integrations import HfDeepSpeedConfig
@@ -459,7 +459,7 @@ def test_zero_mesh_unconfined_engine_refused(me, case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @in_ranks(1, 4)
-def test_zero_mesh_exchange_replicas_equal(me, case: str) -> None:
+def test_zero_mesh_exchange_replicas_equal(me, case: str) -> dict[str, torch.Tensor]:
     """No collective of ZeRO crosses nodes, and replicas stay equal."""
     stage, bf16, more = CASES[case]
     shard_within_node(NODE)
