@@ -12,8 +12,8 @@ from fsdp_demo.checkpoint import CheckpointManager
 from fsdp_demo.checkpoint.folders import MANIFEST
 from fsdp_demo.checkpoint.manager import ResumePoint
 
+from ..support.damage import cut
 from ..support.inside import in_ranks
-from .test_exchange_state import cut
 
 
 def single(tmp_path, keep=2):

@@ -12,28 +12,11 @@ import torch
 
 import fsdp_demo
 from fsdp_demo.checkpoint import CheckpointManager, folders
-from fsdp_demo.checkpoint.files import read_part, write_part
 from fsdp_demo.errors import NeedsDecision
 
+from ..support.damage import changed_head, flip
 from .test_run_state import Job
 from .test_saves import leave, names, single
-
-
-def changed_head(checkpoint: Path, **changes: Any) -> None:
-    """Write the exchange's part of a whole checkpoint of one rank anew, with another head."""
-    head, tree = read_part(checkpoint / "exchange" / "rank0.json")
-    kept = {k: v for k, v in head.items() if k not in ("format", "package", "file")}
-    write_part(checkpoint / "exchange", "rank0", kept | changes, tree)
-    (checkpoint / folders.MANIFEST).unlink()
-    folders.sum_up(checkpoint, 0, 1)
-    folders.seal(checkpoint, int(head["step"]), 1)
-
-
-def flip(path: Path) -> None:
-    """Change one bit in the middle of a file."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def moved(model: Path) -> None:

@@ -3,6 +3,7 @@ rank, before anything is sent.
 """
 
 import os
+from dataclasses import replace
 
 import deepspeed
 import pytest
@@ -62,40 +63,31 @@ ENGINES = {
 @in_ranks(timeout=90)
 def test_zero_refusal_of_untried_engines(me):
     """Engines with untried settings are refused, and their parameters stay as they are."""
-    import re
-
-    out = {}
     for pattern, changes in ENGINES.items():
         made = zero.engine(zero.settings("zero1") | changes)
         before = [p.detach().clone() for p in made.module.parameters()]
-        out[pattern] = said(lambda made=made: deepspeed_ext.attach(made, "diloco"))
+        with pytest.raises(ValueError, match=f"^deepspeed_ext.attach found {pattern}"):
+            deepspeed_ext.attach(made, "diloco")
         assert all(torch.equal(a, b) for a, b in zip(before, made.module.parameters(), strict=True))
         assert "step" not in vars(made)
-    for pattern, text in out.items():
-        assert re.match(f"deepspeed_ext.attach found {pattern}", text), text
 
 
-def test_zero_accepts_bf16_autocast_and_host_masters(run_ranks):
+@in_ranks()
+def test_zero_accepts_bf16_autocast_and_host_masters(me):
     """bf16 autocast and masters in host memory are accepted: the engine trains, and replicas stay
     equal.
     """
-
-    def work(me):
-        out = []
-        for changes in (
-            {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-            {"zero_optimization": {"stage": 2, "offload_optimizer": CPU}},
-        ):
-            made = zero.engine(zero.settings("zero1") | changes, zero.sgd)
-            exchange = deepspeed_ext.attach(made, "demo", checkpoints=False)
-            zero.train(made, range(3), me.rank)
-            exchange.finish()
-            out.append(zero.whole(made))
-        return out
-
-    out = run_ranks(work)
-    for o in out[1:]:
-        assert all(torch.equal(a[n], b[n]) for a, b in zip(o, out[0], strict=True) for n in b)
+    out = []
+    for changes in (
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        {"zero_optimization": {"stage": 2, "offload_optimizer": CPU}},
+    ):
+        config = zero.settings("zero1") | changes
+        made, exchange = zero.attached(config, "demo", checkpoints=False)
+        zero.train(made, range(3), me.rank)
+        exchange.finish()
+        out.append(zero.whole(made))
+    return out
 
 
 # ---- what needs an accelerator or a compiler: DeepSpeed's own reading of the configuration -----
@@ -192,21 +184,19 @@ def test_zero_refusal_of_expert_groups():
 def test_zero_refusal_of_other_objects(me):
     """Objects other than one engine are refused, and so is a second attach."""
     made = zero.engine(zero.settings("zero1"), zero.sgd)
-    wrong = [[made, made], made.optimizer, made.module]
-    out = [said(lambda thing=thing: deepspeed_ext.attach(thing, "demo")) for thing in wrong]
-    # finds its way here
-    out += [said(lambda thing=thing: fsdp_demo.attach(thing, "demo")) for thing in wrong[:2]]
+    several = "a list of 2: an exchange counts the steps of one engine, so pass one engine"
+    model = "found Model: pass the engine, the first thing that deepspeed.initialize returns"
+    for thing, words, doors in (
+        ([made, made], several, (deepspeed_ext, fsdp_demo)),  # the latter finds its way here
+        (made.optimizer, "found DeepSpeedZeroOptimizer: pass the engine",
+            (deepspeed_ext, fsdp_demo)),
+        (made.module, model, (deepspeed_ext,)),
+    ):  # fmt: skip
+        for door in doors:
+            assert words in said(lambda door=door, thing=thing: door.attach(thing, "demo"))
     exchange = fsdp_demo.attach(made, "demo")
-    out.append(said(lambda: deepspeed_ext.attach(made, "demo")))
+    assert "has an exchange already" in said(lambda: deepspeed_ext.attach(made, "demo"))
     exchange.finish()
-    listed, zeroed, model, listed_too, zeroed_too, twice = out
-    assert "a list of 2: an exchange counts the steps of one engine, so pass one engine" in listed
-    assert listed_too == listed
-    assert "found DeepSpeedZeroOptimizer: pass the engine" in zeroed and zeroed_too == zeroed
-    assert (
-        "found Model: pass the engine, the first thing that deepspeed.initialize returns" in model
-    )
-    assert "has an exchange already" in twice
 
 
 @in_ranks(1)
@@ -214,18 +204,19 @@ def test_zero_refusal_of_matrix_optimizers(me):
     """Optimizers that need matrices are refused. DeepSpeed takes them without a word, and their
     first step fails.
     """
-    out = []
-    for make in (
-        lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=1e-2),
-        lambda ps: MuonAdamW([(f"layers.0.p{i}", p) for i, p in enumerate(ps)], lr=1e-2),
+    for name, make in (
+        ("Muon", lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=1e-2)),
+        (
+            "MuonAdamW",
+            lambda ps: MuonAdamW([(f"layers.0.p{i}", p) for i, p in enumerate(ps)], 1e-2),
+        ),
     ):
         made = zero.engine(zero.settings("zero1"), make)
-        out.append(said(lambda made=made: deepspeed_ext.attach(made, "muloco")))
-    with pytest.raises(ValueError, match="must be a 2D matrix"):  # what is spared the user
-        zero.train(made, range(1), me.rank)
-    for name, text in zip(("Muon", "MuonAdamW"), out, strict=True):
+        text = said(lambda made=made: deepspeed_ext.attach(made, "muloco"))
         assert f"{name} as the client optimizer" in text
         assert '{"type": "Muon", "params": {"muon_lr": ..., "adam_lr": ...}}' in text
+    with pytest.raises(ValueError, match="must be a 2D matrix"):  # what is spared the user
+        zero.train(made, range(1), me.rank)
 
 
 @in_ranks(1)
@@ -247,12 +238,12 @@ def test_zero_refusal_of_foreign_parameter(me):
 def test_zero_refusal_of_split_partition():
     """Gradient channels that split a partition are refused."""
     demo = preset("demo").channels[0]
-    import dataclasses
 
-    def channels(*clocks, exclude=()):
-        patterns = (("embed*", "norm*"), ("layers*", "head*"))
-        made = [
-            dataclasses.replace(
+    def tried(*clocks, exclude=(), frozen=False):
+        patterns, engine = (("embed*", "norm*"), ("layers*", "head*")), Read()
+        engine.module.head.requires_grad_(not frozen)
+        channels = [
+            replace(
                 demo,
                 name=f"g{i}",
                 schedule=fsdp_demo.SyncSchedule(**schedule),
@@ -261,25 +252,18 @@ def test_zero_refusal_of_split_partition():
             )
             for i, schedule in enumerate(clocks)
         ]
-        return dataclasses.replace(preset("demo"), channels=tuple(made))
+        refuse(engine, replace(preset("demo"), channels=tuple(channels)), Topology())
 
-    refuse(Read(), channels({}, {}), Topology())
-    refuse(Read(), channels({"delay": 2}, {"delay": 2}), Topology())
-    refuse(Read(), channels({}, exclude=("head*",)), Topology())
-    with pytest.raises(
-        ValueError,
-        match=r"unlike schedules .*'g0': \(1, 0, 0\), 'g1': \(1, 0, 2\).*give all one schedule",
-    ):
-        refuse(Read(), channels({}, {"delay": 2}), Topology())
-    with pytest.raises(
-        ValueError,
-        match=r"does not cover head.weight, head.bias, where ZeRO .*let it cover every trained "
-        r"parameter",
-    ):
-        refuse(Read(), channels({"sync_every": 2}, exclude=("head*",)), Topology())
-    frozen = Read()
-    frozen.module.head.requires_grad_(False)
-    refuse(frozen, channels({"sync_every": 2}, exclude=("head*",)), Topology())
+    tried({}, {})
+    tried({"delay": 2}, {"delay": 2})
+    tried({}, exclude=("head*",))
+    tried({"sync_every": 2}, exclude=("head*",), frozen=True)
+    clocks = r"unlike schedules .*'g0': \(1, 0, 0\), 'g1': \(1, 0, 2\).*give all one schedule"
+    with pytest.raises(ValueError, match=clocks):
+        tried({}, {"delay": 2})
+    cover = "does not cover head.weight, head.bias, where ZeRO .*let it cover every trained param"
+    with pytest.raises(ValueError, match=cover):
+        tried({"sync_every": 2}, exclude=("head*",))
 
 
 # ---- where it is attached ----------------------------------------------------------------------
@@ -312,12 +296,9 @@ def test_zero_refusal_of_unset_variables_at_attach(me):
     for variable in [v for v in os.environ if v.startswith("ISLAND_") and me.proc]:
         del os.environ[variable]
     made = zero.engine(zero.settings("zero2"), zero.sgd)
-    by_itself = said(lambda: deepspeed_ext.attach(made, "demo"))
-    texts = (
-        by_itself,
-        said(lambda: deepspeed_ext.attach(made, "demo", topology=Topology.from_env())),
-    )
-    assert all("different ISLAND_COUNT: 2 on rank 0; nothing on rank 1" in text for text in texts)
+    for more in ({}, {"topology": Topology.from_env()}):
+        text = said(lambda more=more: deepspeed_ext.attach(made, "demo", **more))
+        assert "different ISLAND_COUNT: 2 on rank 0; nothing on rank 1" in text
 
 
 @in_ranks(1, 5)
@@ -331,27 +312,27 @@ def test_zero_refusal_names_spans_of_ranks(me):
 @in_ranks(1, 4, env={"ISLAND_COUNT": ""})
 def test_zero_refusal_of_unsaid_nodes(me):
     """A world over several nodes that does not say what its islands are is refused."""
+
+    def engine():
+        return zero.engine(zero.settings("zero1"), zero.sgd)
+
+    def text(made, **more):
+        return said(lambda: deepspeed_ext.attach(made, "demo", **more))
+
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    made = zero.engine(zero.settings("zero1"), zero.sgd)
-    text = said(lambda: deepspeed_ext.attach(made, "demo"))
+    made = engine()
+    unsaid = text(made)
+    assert "one world of 4 ranks over nodes of 2: ZeRO reduces between the nodes" in unsaid
+    assert "ISLAND_COUNT=1" in unsaid
     mesh = Topology("mesh", me.rank // 2, 2, rank=me.rank % 2, world=2)
-    meshed = said(lambda: deepspeed_ext.attach(made, "demo", topology=mesh))
+    words = "a mesh, and an engine that reduces over all nodes: call deepspeed_ext.shard_within_nod"
+    assert words in text(made, topology=mesh)
     os.environ["ISLAND_COUNT"] = "1"  # all nodes are one replica: as was said
-    exchange = deepspeed_ext.attach(zero.engine(zero.settings("zero1"), zero.sgd), "demo")
-    kind = exchange.topology.kind
+    exchange = deepspeed_ext.attach(engine(), "demo")
+    assert (exchange.topology.kind, dist.get_world_size()) == ("single", 4)
     exchange.detach()
     os.environ["ISLAND_COUNT"] = ""
     deepspeed_ext.shard_within_node(2)
-    late = said(lambda: deepspeed_ext.attach(made, "demo"))
+    assert "an engine that was made before shard_within_node" in text(made)
     os.environ.update(ISLAND_COUNT="2", ISLAND_RANK="0", ISLAND_ENDPOINT="localhost:1")
-    both = said(lambda: deepspeed_ext.attach(zero.engine(zero.settings("zero1"), zero.sgd), "demo"))
-    world = dist.get_world_size()
-    assert "one world of 4 ranks over nodes of 2: ZeRO reduces between the nodes" in text
-    assert "ISLAND_COUNT=1" in text
-    assert (
-        "a mesh, and an engine that reduces over all nodes: call "
-        "deepspeed_ext.shard_within_node(ranks_per_node)"
-    ) in meshed
-    assert "an engine that was made before shard_within_node" in late
-    assert "ISLAND_COUNT=2 and shard_within_node(2) at once" in both
-    assert (kind, world) == ("single", 4)
+    assert "ISLAND_COUNT=2 and shard_within_node(2) at once" in text(engine())

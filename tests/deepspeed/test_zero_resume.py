@@ -89,86 +89,17 @@ def root_of(me: Any, root: Path, own: bool) -> str:
     return str(root / f"disk{me.island}" if own else root)
 
 
-def alike(saved: dict[str, Any], loaded: dict[str, Any]) -> None:
-    """What was loaded is what was saved, and so is what came of it."""
-    keys = ("masters", "model", "inner", "steps", "exchange", "weights", "later", "losses")
-    found = {key: differences(saved[key], loaded[key]) for key in keys}
-    assert not any(found.values()), found
-    assert differences(saved["masters"], saved["later"]["masters"])
-
-
-def goes_on(me, root: Path, config: dict[str, Any], preset, whole: bool = True) -> None:
-    """N steps, a save, N more; then the same from the checkpoint with an engine of other weights.
-    `whole`: DeepSpeed's script reads what this wrapper saves.
-    """
-    saved, loaded = save(me, root, config, preset), load(me, root, config, preset, before=N)
-    alike(saved, loaded)
-    flies = bool(loaded["flying"] and saved["exchange"]["in_flight"])
-    assert flies == (preset == "streaming_diloco")
-    folder = root / f"island{me.island}"
-    assert Path(loaded["path"]).is_relative_to(folder) and loaded["client"]["mine"] == [3, "x"]
-    if me.proc:
-        return
-    if whole:
-        merged = get_fp32_state_dict_from_zero_checkpoint(str(folder))
-        assert all(torch.equal(merged[n], w) for n, w in saved["weights"].items())
-    assert (folder / "latest").read_text() == f"global_step{N}"
-    assert (folder / "zero_to_fp32.py").exists()
-    parts = sorted(p.name for p in (folder / f"global_step{N}" / "exchange").iterdir())
-    assert parts == [f"rank{r}.{kind}" for r in (0, 1) for kind in ("json", "safetensors")]
-
-
-@pytest.mark.parametrize("stage, preset", CASES)
-@in_ranks()
-def test_zero_resume_bit_for_bit(me, tmp_path, stage, preset) -> None:
-    """Engines at every stage resume bit for bit."""
-    goes_on(me, tmp_path, zero.settings(stage), preset)
-
-
-SLOW = pytest.mark.slow
-WRAPPERS = [
-    pytest.param("zero2", {"bf16": True}, id="bf16"),
-    pytest.param("zero3-parts", {"bf16": True}, id="bf16-zero3", marks=SLOW),
-    pytest.param("wrapper", {}, id="BF16_Optimizer"),
-    pytest.param("zero2", {"offload": True}, id="offload", marks=SLOW),
-]
-
-
-@pytest.mark.parametrize("stage, options", WRAPPERS)
-@in_ranks()
-def test_zero_resume_low_precision(me, tmp_path, stage, options) -> None:
-    """Engines in low precision resume bit for bit."""
-    # "is not a zero checkpoint", says deepspeed 0.19.8 of its own file
-    whole = stage != "wrapper"
-    goes_on(me, tmp_path, zero.settings(stage, **options), "diloco", whole=whole)
-
-
-@pytest.mark.parametrize("stage, preset", [
-    ("zero3", "diloco"), pytest.param("zero1", "demo", marks=SLOW),
-])  # fmt: skip
-@in_ranks(1, 4)
-def test_zero_resume_mesh(me, tmp_path, stage, preset) -> None:
-    """A mesh resumes. One world: DeepSpeed's rank 0 writes `latest` and the scripts for itself
-    only.
-    """
-    me = replace(me, island=me.rank // 2, proc=me.rank % 2, islands=2, procs=2)
-    deepspeed_ext.shard_within_node(2)
-    goes_on(me, tmp_path, zero.settings(stage), preset)
-
-
-# ---- other numbers, other processes ------------------------------------------------------------
-
-
-def save(me, root, config: dict[str, Any], preset: str, keywords: dict[str, Any]) -> dict[str, Any]:
+def save(me, root, config: dict[str, Any], preset: str, own: bool = False, **more) -> Any:
     """N steps and a save; N more."""
-    made, exchange = make(config, preset, **keywords)
-    zero.train(made, range(N), me.rank)
-    made.save_checkpoint(str(root))
-    saved = everything(made, exchange)
+    made, exchange = make(config, preset, **more)
+    losses = zero.train(made, range(N), me.rank)
+    client = {"mine": [3, "x"], "tensor": torch.ones(2)}
+    made.save_checkpoint(root_of(me, root, own), client_state=client)
+    saved = everything(made, exchange) | {"weights": zero.whole(made), "before": losses}
     losses = zero.train(made, range(N, 2 * N), me.rank)
     saved |= {"later": everything(made, exchange), "losses": losses}
-    exchange.detach()
-    return saved
+    exchange.finish()
+    return saved | {"end": copied(exchange.host.tensors("parameter"))}
 
 
 def load(
@@ -260,30 +191,6 @@ def test_zero_resume_mesh(me, tmp_path, stage, preset) -> None:
 
 
 # ---- other numbers, other processes ------------------------------------------------------------
-
-
-def save(me, root, config: dict[str, Any], preset: str, keywords: dict[str, Any]) -> dict[str, Any]:
-    """N steps and a save; N more."""
-    made, exchange = make(config, preset, **keywords)
-    zero.train(made, range(N), me.rank)
-    made.save_checkpoint(str(root))
-    saved = everything(made, exchange)
-    losses = zero.train(made, range(N, 2 * N), me.rank)
-    saved |= {"later": everything(made, exchange), "losses": losses}
-    exchange.detach()
-    return saved
-
-
-def load(me, root, config, preset, keywords, tag: str | None = None, **options) -> Any:
-    """A fresh engine with other weights, loaded; N more steps."""
-    logging.basicConfig(level=logging.WARNING, force=True)
-    made, exchange = make(config, preset, seed=8 + me.island, **keywords)
-    made.load_checkpoint(str(root), tag, **options)
-    loaded = everything(made, exchange)
-    losses = zero.train(made, range(N, 2 * N), me.rank)
-    loaded |= {"later": everything(made, exchange), "losses": losses}
-    exchange.finish()
-    return loaded | {"end": copied(exchange.host.tensors("parameter"))}
 
 
 def test_zero_resume_in_new_processes(run_ranks, tmp_path) -> None:

@@ -23,7 +23,7 @@ def cut(file: Path, keep: int) -> None:
 
 def sealed_anew(checkpoint: Path, step: int) -> None:
     """Give a checkpoint of one rank sums that fit what is in it now."""
-    (checkpoint / folders.MANIFEST).unlink()
+    (checkpoint / folders.MANIFEST).unlink(missing_ok=True)
     folders.sum_up(checkpoint, 0, 1)
     folders.seal(checkpoint, step, 1)
 

@@ -18,6 +18,8 @@ import torch
 from deepspeed import comm
 from torch import nn
 
+import deepspeed_ext
+
 # compiled at run time, only for inference
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -141,6 +143,22 @@ def engine(
     handed = {"model_parameters": groups} if optimizer is None else {"optimizer": optimizer(groups)}
     made, *_ = deepspeed.initialize(model=model, config=config, **handed, **keywords)
     return made
+
+
+def attached(
+    config: dict[str, Any] | str,
+    preset: str,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    model: nn.Module | None = None,
+    **changes: Any,
+) -> tuple[Any, Any]:
+    """An engine, with the optimizer of its preset, and its exchange, in a run of its own: a process
+    attaches more than once. `config`: DeepSpeed's, or a stage.
+    """
+    config = settings(config) if isinstance(config, str) else config
+    made = engine(config, optimizer or (sgd if preset == "demo" else adamw), model)
+    with another_run():
+        return made, deepspeed_ext.attach(made, preset, **changes)
 
 
 def batch(step: int, rank: int, micro: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
