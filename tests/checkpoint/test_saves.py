@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -118,16 +117,10 @@ def test_save_refused_resume_leaves_all(run_ranks):
 def common(me, topology, home, second):
     for step in (20, 30):
         second.save(step, text)
-        meet(me, step)
+        me.meet(step)
     second.save(40, text)
     second.close()
     return any(home.glob(f"*/{ASIDE}")), names(second.root)
-
-
-def meet(me, turn):
-    (me.folder / f"turn{turn}.{me.rank}").touch()
-    while len(list(me.folder.glob(f"turn{turn}.*"))) < me.islands * me.procs:
-        time.sleep(0.01)
 
 
 def test_save_aside_removed_after_common(run_ranks):
@@ -182,7 +175,9 @@ def test_save_aside_listed_and_taken_back(tmp_path, caplog):
 # -- joined between two exchanges ----------------------------------------------------------------
 
 
-def unlike(me):
+@in_ranks()
+def test_save_unlike_steps_between_exchanges(me):
+    """Islands that saved at unlike steps between two exchanges go on from their own."""
     topology, home = fsdp_demo.Topology.from_env(), me.folder / f"home{me.island}"
     first = CheckpointManager(home, topology)
 
@@ -194,33 +189,34 @@ def unlike(me):
     leave(first, 17 + 2 * me.island, delta=9)
     # one has applied what the other lost
     leave(first, 25, delta=9 + me.island)
-    meet(me, 1)
+    me.meet(1)
     second = CheckpointManager(home, topology)
     point = second.resume_point()
-    assert point.folder == second.path(point.step)
-    return point.step, names(home), second.common
-
-
-def test_save_unlike_steps_between_exchanges(run_ranks):
-    """Islands that saved at unlike steps between two exchanges go on from their own."""
-    out = run_ranks(unlike, islands=2, procs=2)
-    assert [o[0] for o in out] == [25] * 2 + [19] * 2
-    assert out[2][1] == ["checkpoint-10", "checkpoint-19"]
-    assert out[0][1] == ["checkpoint-10", "checkpoint-17", "checkpoint-25"]
+    assert point.folder == second.path(point.step) and point.step == [25, 19][me.island]
+    left = [
+        "checkpoint-10",
+        *(["checkpoint-19"] if me.island else ["checkpoint-17", "checkpoint-25"]),
+    ]
+    assert names(home) == left
 
 
 # -- nodes with a disk each ----------------------------------------------------------------------
 
 
-def on_own_disk(me):
-    """An island of two nodes, as torchrun numbers their ranks."""
+@in_ranks(1, 2)
+def test_save_once_per_disk(me):
+    """Where nodes of an island have a disk each, as torchrun numbers their ranks, each of them
+    removes old checkpoints and halves, and what one of them lacks is not resumed from.
+    """
     os.environ |= {"LOCAL_RANK": "0", "GROUP_RANK": str(me.proc)}
     home, topology = me.folder / f"disk{me.proc}", fsdp_demo.Topology.from_env()
     kept = CheckpointManager(home, topology, keep=2)
     kept.resume_point(resume=False)
     for step in range(1, 5):
         kept.save(step, lambda folder: (folder / f"{me.proc}.txt").write_text("x") and None)
-    out = [names(home), files_in(home / "checkpoint-4"), (home / LOCK).exists()]
+    last = ["checkpoint-3", "checkpoint-4"]
+    assert names(home) == last and (home / LOCK).exists()
+    assert files_in(home / "checkpoint-4") == [f"{me.proc}.txt"]
     (home / "checkpoint-9").mkdir()
     (home / "checkpoint-9" / folders.UNFINISHED).touch()
     if me.proc:
@@ -228,16 +224,8 @@ def on_own_disk(me):
     again = CheckpointManager(home, topology)
     point = again.resume_point("auto")
     again.verify(point.folder)
-    return [*out, point.step, names(home), sorted(p.name for p in home.glob("check*"))]
-
-
-def test_save_once_per_disk(run_ranks):
-    """Where nodes of an island have a disk each, each of them removes old checkpoints and halves,
-    and what one of them lacks is not resumed from.
-    """
-    for proc, out in enumerate(run_ranks(on_own_disk, islands=1, procs=2)):
-        last = ["checkpoint-3", "checkpoint-4"]
-        assert out == [last, [f"{proc}.txt"], True, 3, ["checkpoint-3"], last]
+    assert point.step == 3 and names(home) == ["checkpoint-3"]
+    assert sorted(p.name for p in home.glob("check*")) == last
 
 
 # -- what cannot be written ----------------------------------------------------------------------

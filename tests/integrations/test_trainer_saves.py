@@ -26,6 +26,7 @@ from fsdp_demo.integrations.trainer import state
 from fsdp_demo.peers.votes import Ranks
 
 from ..support import trainer_script as script
+from ..support.damage import flip
 from ..support.heard import heard
 from ..support.inside import in_ranks
 from ..support.trainer_script import history, one_line
@@ -58,22 +59,18 @@ def test_trainer_save_flipped_bit_found(run_ranks):
 
     def work(rank):
         made(rank, max_steps=4, save_steps=2).train()
-        files = json.loads((own(rank) / "checkpoint-4" / "manifest.json").read_text())["files"]
+        place = own(rank) / "checkpoint-4"
+        files = json.loads((place / "manifest.json").read_text())["files"]
+        assert all(f["crc32"] is not None for f in files.values())
         if rank.island == 1:
-            with open(own(rank) / "checkpoint-4" / "model.safetensors", "r+b") as file:
-                file.seek(-3, os.SEEK_END)
-                last = file.read(1)
-                file.seek(-3, os.SEEK_END)
-                file.write(bytes([last[0] ^ 1]))
+            flip(place / "model.safetensors", -3)
         again()
-        try:
+        with pytest.raises(Exception) as found:
             made(rank, max_steps=6, save_steps=2).train(resume_from_checkpoint=True)
-        except Exception as error:
-            return all(f["crc32"] is not None for f in files.values()), str(error)
-        return files, ""
+        return str(found.value)
 
     out = run_ranks(work, islands=2, procs=1, check=False, env={"ISLAND_TIMEOUT": "5"})
-    assert out[1].value[0] and "model.safetensors: checksum does not fit" in out[1].value[1]
+    assert "model.safetensors: checksum does not fit" in out[1].value
 
 
 class Poison(TrainerCallback):
@@ -105,23 +102,23 @@ def test_trainer_save_nan_refused(me):
         assert script.whole_steps(own(me)) == [2, 4, 6] and failed[-1] == 0
 
 
+def disk_full(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 @pytest.mark.parametrize("where", ["exchange", "model"])
 @pytest.mark.parametrize("always", [False, True])
 @in_ranks(2, 1, env={"ISLAND_TIMEOUT": "10"})
 def test_trainer_save_full_disk_third_failure(me, where, always):
     """A full disk is a warning, and the third failure in a row is an error."""
-
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     trained = made(me, max_steps=8, save_steps=2)
-    save, model = state.save_state, trained.save_model
+    owner, name = (state, "save_state") if where == "exchange" else (trained, "save_model")
+    save = getattr(owner, name)
 
     def now():
         return me.island == 1 and (always or trained.state.global_step == 4)
 
-    state.save_state = lambda *a: full() if now() and where == "exchange" else save(*a)
-    trained.save_model = lambda *a, **k: full() if now() and where == "model" else model(*a, **k)
+    setattr(owner, name, lambda *a, **k: disk_full() if now() else save(*a, **k))
     if always and me.island:
         with pytest.raises(OSError, match="No space left"):
             trained.train()
@@ -171,11 +168,8 @@ def test_trainer_sigterm_during_exchange(run_ranks):
 
     def work(rank):
         lines = heard(logging.INFO)
-        try:
-            made(rank, [Late(rank)], max_steps=9, save_steps=100).train()
-        except SystemExit as end:
-            return end.code, script.whole_steps(own(rank)), lines
-        return None, script.whole_steps(own(rank)), lines
+        status = script.ended(made(rank, [Late(rank)], max_steps=9, save_steps=100))
+        return status, script.whole_steps(own(rank)), lines
 
     zero, one = run_ranks(work, islands=2, procs=1)
     assert (zero[:2], one[:2]) == ((75, [4]), (None, [9]))
@@ -190,16 +184,10 @@ def test_trainer_sigterm_during_exchange(run_ranks):
 @in_ranks(2, 1)
 def test_trainer_save_failed_at_end(me, full):
     """A save that fails at the end does not count as a save."""
-
-    def fails(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     trained = made(me, [Told(4)], max_steps=8, save_steps=100)
     if full:
-        state.save_state = fails
-    with pytest.raises(SystemExit) as ended:
-        trained.train()
-    assert ended.value.code == (1 if full else 75)
+        state.save_state = disk_full
+    assert script.ended(trained) == (1 if full else 75)
     assert script.whole_steps(own(me)) == ([] if full else [5])
 
 
@@ -216,7 +204,7 @@ def test_trainer_resume_auto_other_number_of_islands(run_ranks, several):
                 os.environ["ISLAND_COUNT"] = "1"
             made(rank, max_steps=2, save_steps=2).train()
             os.environ.update(environment)
-        meet(rank, 1)
+        rank.meet(1)
         again()
         if not several:
             if rank.island == 1:
@@ -239,23 +227,17 @@ def test_trainer_save_swapped_folders_refused(me):
     """Swapped folders are refused, and a refused start leaves all checkpoints usable."""
     made(me, max_steps=6, save_steps=2).train()
     every = script.whole_steps(own(me))
-    meet(me, 1)
+    me.meet(1)
     if me.island == 0:
         shutil.move(me.folder / "out" / "island0", me.folder / "x")
         shutil.move(me.folder / "out" / "island1", me.folder / "out" / "island0")
         shutil.move(me.folder / "x", me.folder / "out" / "island1")
-    meet(me, 2)
+    me.meet(2)
     again()
     with pytest.raises(NeedsDecision, match="folders of islands are swapped"):
         made(me, max_steps=8).train(resume_from_checkpoint="auto")
     kept = CheckpointManager(own(me), fsdp_demo.Topology.from_env())
     assert every == list(kept.whole()) and [h.owner for h in kept.held()] == [1 - me.island] * 3
-
-
-def meet(rank, turn):
-    (rank.folder / f"turn{turn}.{rank.rank}").touch()
-    while len(list(rank.folder.glob(f"turn{turn}.*"))) < rank.islands * rank.procs:
-        time.sleep(0.01)
 
 
 class Usurped(TrainerCallback):
@@ -274,21 +256,19 @@ def test_trainer_save_earlier_life_writes_nothing(me):
     assert sorted(p.name for p in own(me).glob("checkpoint-*")) == ["checkpoint-2"]
 
 
-def test_trainer_save_limit_on_each_node(run_ranks):
+def node(rank):
+    at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # accelerate asks for them, no more
+    return {**at, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank.proc)}
+
+
+@in_ranks(timeout=120, env=node)
+def test_trainer_save_limit_on_each_node(me):
     """`save_total_limit` holds on each node of an island whose nodes have a disk each."""
-
-    def work(rank):
-        folder = rank.folder / f"node{rank.proc}" / "out"
-        each = {"save_on_each_node": True, "save_total_limit": 2, "max_steps": 4, "save_steps": 1}
-        script.trained(folder, one_line("demo"), **SETTINGS, **each)
-        return sorted(p.name for p in (folder / f"island{rank.island}").glob("checkpoint-*"))
-
-    def node(rank):
-        at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # accelerate asks for them, no more
-        return {**at, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank.proc)}
-
-    out = run_ranks(work, islands=2, procs=2, timeout=120, env=node)
-    assert out == [["checkpoint-3", "checkpoint-4"]] * 4
+    folder = me.folder / f"node{me.proc}" / "out"
+    each = {"save_on_each_node": True, "save_total_limit": 2, "max_steps": 4, "save_steps": 1}
+    trained = script.trained(folder, one_line("demo"), **SETTINGS, **each)
+    assert Path(trained.args.output_dir) == folder / f"island{me.island}"
+    assert script.checkpoints(trained) == ["checkpoint-3", "checkpoint-4"]
 
 
 @in_ranks(timeout=120)
