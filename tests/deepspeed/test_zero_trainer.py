@@ -9,7 +9,7 @@ import deepspeed
 import pytest
 import torch
 import transformers.integrations.deepspeed  # noqa: F401
-from transformers import LlamaForCausalLM, TrainerCallback
+from transformers import LlamaForCausalLM
 
 from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer
 
@@ -63,18 +63,11 @@ def test_zero_trainer_islands_train_one_model(run_ranks, stage, preset, changes)
         assert heard == pytest.approx(means, rel=1e-4)
 
 
-class Poison(TrainerCallback):
-    """Makes the gradient of one rank NaN in one step."""
-
-    def __init__(self, step, wanted):
-        self.step, self.wanted, self.done = step, wanted, False
-
-    def on_step_begin(self, args, state, control, model=None, **kwargs):
-        if self.wanted and state.global_step == self.step and not self.done:
-            self.done = True
-            hook = next(p for p in model.parameters()).register_hook(
-                lambda g: (hook.remove(), g * float("nan"))[1]
-            )
+def poison(args, state, control, model=None, **kwargs):
+    """The gradient of the step is NaN."""
+    hook = next(p for p in model.parameters()).register_hook(
+        lambda g: (hook.remove(), g * float("nan"))[1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +78,8 @@ def test_zero_trainer_nan_step_skipped(me, stage, preset, changes):
     """An island skips a step alone. NaN on one rank of island 1: that island sits the step out,
     joins the exchange, and keeps its schedule.
     """
-    plan = {"callbacks": [Poison(3, me.rank == 3)], "logging_steps": 1}
+    nan = script.At("on_step_begin", poison, 3)
+    plan = {"callbacks": [nan] * (me.rank == 3), "logging_steps": 1}
     trained = run(me, stage, preset, changes, **plan)
     exchange, engine = script.exchange_of(trained), trained.deepspeed
     assert exchange.step == trained.state.global_step == engine.global_steps == 8

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
 import fsdp_demo
 from fsdp_demo.integrations.data import split_dataset_by_island
@@ -47,16 +47,10 @@ def test_trainer_alone_is_plain_training(me):
     assert line[3].endswith("/line")
 
 
-class Poison(TrainerCallback):
-    """Makes one element of a gradient NaN in one step, behind the Trainer's own clipping."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        if state.global_step == self.step:
-            gradient = next(model.parameters()).grad
-            getattr(gradient, "to_local", lambda: gradient)().view(-1)[0] = torch.nan
+def poison(args, state, control, model=None, **kwargs):
+    """One element of a gradient is NaN, behind the Trainer's own clipping."""
+    gradient = next(model.parameters()).grad
+    getattr(gradient, "to_local", lambda: gradient)().view(-1)[0] = torch.nan
 
 
 @pytest.mark.parametrize("procs, fsdp", [(1, False), (2, True)], ids=["single", "fsdp2"])
@@ -66,7 +60,7 @@ def test_trainer_nan_step_skipped(me, procs, fsdp):
     same. Moments stay finite.
     """
     line = one_line("diloco", period=4)
-    line["callbacks"] += [Poison(2)] if me.rank == procs else []
+    line["callbacks"] += [script.At("on_pre_optimizer_step", poison, 2)] * (me.rank == procs)
     trained = script.trained(me.folder / "out", line, fsdp=fsdp)
     kept, whole = moments(trained), script.parameters(trained)
     assert kept.numel() > 4 and bool(kept.isfinite().all()) and bool(whole.isfinite().all())
@@ -132,35 +126,15 @@ def test_trainer_presets_with_own_optimizer(me, preset):
     return script.parameters(trained)
 
 
-class StopAt(TrainerCallback):
-    """A user's callback: asks to stop on one island."""
-
-    def __init__(self, step, event, wanted):
-        self.step, self.event, self.wanted = step, event, wanted
-
-    def _ask(self, event, state, control):
-        if self.wanted and event == self.event and state.global_step == self.step:
-            control.should_training_stop = True
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self._ask("step", state, control)
-
-    def on_evaluate(self, args, state, control, **kwargs):
-        self._ask("evaluate", state, control)
-
-    def on_log(self, args, state, control, **kwargs):
-        self._ask("log", state, control)
-
-
-@pytest.mark.parametrize(
-    "event, preset, stops", [("step", "demo", 5), ("evaluate", "demo", 5), ("log", "diloco", 6)]
-)
+@pytest.mark.parametrize("event, preset, stops", [
+    ("on_step_end", "demo", 5), ("on_evaluate", "demo", 5), ("on_log", "diloco", 6),
+])  # fmt: skip
 @in_ranks(2, 1)
 def test_trainer_stop_of_one_island_stops_all(me, event, preset, stops):
     """A callback that asks one island to stop stops all at one step."""
     line = one_line(preset, **({"period": 3} if preset == "diloco" else {}))
-    wish = StopAt(4, event, me.island == 1)
-    trained = script.trained(me.folder / "out", line, callbacks=[wish], max_steps=20)
+    wish = [script.At(event, script.stop, 4)] * me.island
+    trained = script.trained(me.folder / "out", line, callbacks=wish, max_steps=20)
     assert script.checkpoints(trained) == sorted(["checkpoint-4", f"checkpoint-{stops}"])
     assert trained.state.global_step == stops
     assert script.exchange_of(trained).digests_equal()
@@ -331,36 +305,26 @@ def test_trainer_stop_inside_epoch(me):
     """The checkpoint of the stop holds the state before the last exchange, with fragments under
     way, and is not written over.
     """
-    settings = dict(max_steps=-1, num_train_epochs=3, save_strategy="epoch", eval_strategy="epoch")
-    out = []
-    for where, wish, resume in (
-        ("whole", False, None),
-        ("cut", me.island == 1, None),
-        ("cut", False, True),
-    ):
-        stop = StopAt(4, "step", wish)
-        extra = one_line("streaming_diloco", period=4, delay=2)
-        trained = script.trained(
-            me.folder / where, extra, resume=resume, callbacks=[stop], **settings
-        )
+    plan = dict(max_steps=-1, num_train_epochs=3, save_strategy="epoch", eval_strategy="epoch")
+    wish, out = [script.At("on_step_end", script.stop, 4)] * me.island, []
+    for where, callbacks, resume in (("whole", [], None), ("cut", wish, None), ("cut", [], True)):
+        line, more = one_line("streaming_diloco", period=4, delay=2), {"callbacks": callbacks}
+        trained = script.trained(me.folder / where, line, resume=resume, **more, **plan)
         out.append((trained.state.global_step, script.parameters(trained)))
     whole, cut, resumed = out
     assert 4 < cut[0] < 24 and whole[0] == resumed[0] == 24 and torch.equal(whole[1], resumed[1])
 
 
-class EpochStop(TrainerCallback):
-    """Ends every epoch early: training ends before max_steps."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_epoch_stop = state.global_step % 8 == 4
-
-
 @in_ranks(2, 1)
 def test_trainer_data_end_early(me):
     """Islands whose data end early end with one model."""
+
+    def ends(args, state, control, **kwargs):
+        control.should_epoch_stop = True
+
     plan = dict(max_steps=-1, num_train_epochs=2, eval_strategy="no", save_strategy="no")
-    line = one_line("diloco", period=5)
-    trained = script.trained(me.folder / "out", line, callbacks=[EpochStop()], **plan)
+    plan["callbacks"] = [script.At("on_step_end", ends, 4, 12)]  # before max_steps
+    trained = script.trained(me.folder / "out", one_line("diloco", period=5), **plan)
     assert (trained.state.global_step, trained.state.max_steps) == (12, 16)
     return script.parameters(trained)
 
@@ -407,22 +371,15 @@ def test_trainer_sigterm_twice(run_ranks):
     launcher's repetition.
     """
 
-    class Term(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
-                os.kill(os.getpid(), signal.SIGTERM)
-                trainer_stop.REPEATED = 0.0
-                os.kill(os.getpid(), signal.SIGTERM)
+    def tells(*_, **__):
+        script.sigterm()
+        script.sigterm()
+        trainer_stop.REPEATED = 0.0
+        script.sigterm()
 
     def run(rank):
-        callbacks = [Term()] if rank.island else []
-        trained = script.trained(
-            rank.folder / "out",
-            one_line("diloco", period=10),
-            callbacks=callbacks,
-            max_steps=20,
-        )
+        more = {"callbacks": [script.At("on_step_end", tells, 3)] * rank.island, "max_steps": 20}
+        trained = script.trained(rank.folder / "out", one_line("diloco", period=10), **more)
         return trained.state.global_step
 
     stays, killed = run_ranks(run, islands=2, procs=1, check=False)

@@ -49,31 +49,25 @@ def test_trainer_sigterm_before_first_step(run_ranks, tmp_path):
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_trainer_peer_lost_and_disk_full(run_ranks, full):
+@in_ranks(1, 1, env=lambda rank: {"ISLAND_STATUS": str(rank.folder / "status")})
+def test_trainer_peer_lost_and_disk_full(me, full):
     """A run with a lost peer and a full disk does not ask to be started again. It would go on from
     an older checkpoint: uncaught, the error ends Python with 1, not 75.
     """
 
-    def work(rank):
-        class Lost(TrainerCallback):
-            def on_step_begin(self, args, state, control, **kwargs):
-                if state.global_step == 1:
-                    raise fsdp_demo.PeerLost("island 1")
+    def lost(*_, **__):
+        raise fsdp_demo.PeerLost("island 1")
 
-        def no_room(*args):
-            raise OSError(28, "No space left on device")
+    def no_room(*args):
+        raise OSError(28, "No space left on device")
 
-        if full:
-            state.save_state = no_room
-        trained = script.alone(rank, [Lost()])
-        with pytest.raises(fsdp_demo.PeerLost) as ended:
-            trained.train()
-        return ended.value.unsaved, told(os.environ["ISLAND_STATUS"])
-
-    (out,) = run_ranks(
-        work, islands=1, procs=1, env=lambda rank: {"ISLAND_STATUS": str(rank.folder / "status")}
-    )
-    assert out == (full, {} if full else {"rank0": "75"})
+    if full:
+        state.save_state = no_room
+    trained = script.alone(me, [script.At("on_step_begin", lost, 1)])
+    with pytest.raises(fsdp_demo.PeerLost) as ended:
+        trained.train()
+    assert ended.value.unsaved == full
+    assert told(os.environ["ISLAND_STATUS"]) == ({} if full else {"rank0": "75"})
 
 
 @pytest.mark.parametrize("behind", [False, True])

@@ -22,7 +22,6 @@ from fsdp_demo.integrations.trainer import ExchangeCallback
 from ..support import trainer_script as script
 from ..support.heard import heard
 from ..support.inside import in_ranks
-from ..support.trainer_runs import Term
 from ..support.trainer_script import history, one_line
 
 WORLD = {"ISLAND_COUNT": ""}  # no ISLAND_* variables: four ranks, two nodes of two
@@ -171,7 +170,7 @@ def test_trainer_mesh_sigterm(me, told):
     """SIGTERM to one rank stops a mesh. Saving is a collective over all nodes here, so nothing is
     saved before all have heard of it. Where the first rank was told, it says how to resume.
     """
-    callbacks = [Term(2)] if me.rank in told else []
+    callbacks = [script.At("on_step_end", script.sigterm, 2)] * (me.rank in told)
     trained = trainer(me, "out", "demo", {}, callbacks, save_steps=50)
     lines = heard(logging.INFO)
     trained.train()

@@ -128,17 +128,6 @@ def test_trainer_save_full_disk_third_failure(me, where, always):
         assert script.whole_steps(own(me)) == ([2, 6, 8] if me.island else [2, 4, 6, 8])
 
 
-class Told(TrainerCallback):
-    """SIGTERM in one step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 class Late(TrainerCallback):
     """Island 0 goes into the exchange of step 3; island 1 comes later, and before that a SIGTERM
     reaches island 0.
@@ -184,7 +173,7 @@ def test_trainer_sigterm_during_exchange(run_ranks):
 @in_ranks(2, 1)
 def test_trainer_save_failed_at_end(me, full):
     """A save that fails at the end does not count as a save."""
-    trained = made(me, [Told(4)], max_steps=8, save_steps=100)
+    trained = made(me, [script.At("on_step_begin", script.sigterm, 4)], max_steps=8, save_steps=100)
     if full:
         state.save_state = disk_full
     assert script.ended(trained) == (1 if full else 75)
@@ -240,20 +229,17 @@ def test_trainer_save_swapped_folders_refused(me):
     assert every == list(kept.whole()) and [h.owner for h in kept.held()] == [1 - me.island] * 3
 
 
-class Usurped(TrainerCallback):
-    """A later life takes the folder."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 4:
-            Fence(Path(args.output_dir), "later").take(Ranks(None, 0, 1))
-
-
 @in_ranks(2, 1)
 def test_trainer_save_earlier_life_writes_nothing(me):
     """A process of an earlier life writes nothing."""
+
+    def usurped(args, *_, **__):
+        Fence(Path(args.output_dir), "later").take(Ranks(None, 0, 1))
+
+    trained = made(me, [script.At("on_step_end", usurped, 4)], max_steps=6, save_steps=2)
     with pytest.raises(Superseded, match="belongs to a later life"):
-        made(me, callbacks=[Usurped()], max_steps=6, save_steps=2).train()
-    assert sorted(p.name for p in own(me).glob("checkpoint-*")) == ["checkpoint-2"]
+        trained.train()
+    assert script.checkpoints(trained) == ["checkpoint-2"]
 
 
 def node(rank):

@@ -5,7 +5,6 @@ Trainer's own handler of it.
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import time
 from pathlib import Path
@@ -19,10 +18,6 @@ from ..support.small import same
 from ..support.trainer_script import one_line
 
 
-def tell() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 class InEvaluation(TrainerCallback):
     """Counts the batches of an evaluation, and is told to end in the second one."""
 
@@ -32,7 +27,7 @@ class InEvaluation(TrainerCallback):
     def on_prediction_step(self, args, state, control, **kwargs):
         self.batches += 1
         if self.told and self.batches == 2:
-            tell()
+            script.sigterm()
         time.sleep(0.25)
 
 
@@ -64,28 +59,26 @@ def test_trainer_sigterm_in_save(me):
     """A save in which an island is told to end is its last one: no step follows."""
     trained = script.alone(me)
     save = trained._save_rng_state
-    trained._save_rng_state = lambda folder: (tell(), save(folder))
+    trained._save_rng_state = lambda folder: (script.sigterm(), save(folder))
     assert (script.ended(trained), trained.state.global_step) == (75, 2)
     assert script.whole_steps(Path(trained.args.output_dir)) == [2]
 
 
-class InStep(TrainerCallback):
-    """Is told to end in the fourth step, which lasts `seconds` longer."""
+def in_step(seconds=0.0):
+    """A callback: told to end in the fourth step, which lasts `seconds` longer."""
 
-    def __init__(self, seconds=0.0):
-        self.seconds = seconds
+    def told(*_, **__):
+        script.sigterm()
+        time.sleep(seconds)
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 3:
-            tell()
-            time.sleep(self.seconds)
+    return script.At("on_step_begin", told, 3)
 
 
 @in_ranks(1, 1)
 def test_trainer_sigterm_beside_jit_checkpoint(me):
     """With `enable_jit_checkpoint` SIGTERM is the exchange's all the same: saved, status 75."""
     before = signal.getsignal(signal.SIGTERM)
-    trained = script.alone(me, [InStep()], enable_jit_checkpoint=True)
+    trained = script.alone(me, [in_step()], enable_jit_checkpoint=True)
     assert signal.getsignal(signal.SIGTERM) is before
     assert script.ended(trained) == 75
     assert script.whole_steps(Path(trained.args.output_dir)) == [2, 4]
@@ -98,7 +91,7 @@ def test_trainer_sigterm_in_long_step(run_ranks):
 
     def work(rank):
         logging.basicConfig(level=logging.INFO, force=True)
-        script.alone(rank, [InStep(60)]).train()
+        script.alone(rank, [in_step(60)]).train()
 
     (out,) = run_ranks(work, islands=1, procs=1, env={"ISLAND_STOP": "2"}, check=False, timeout=50)
     assert out.status == 75 and "step 4 still is under way" in out.log

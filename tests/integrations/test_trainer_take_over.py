@@ -81,7 +81,9 @@ def test_trainer_take_over_gradient_preset(me, resume):
     optimizer's moments are the donor's: equal to the uninterrupted run in every bit.
     """
     whole, rates = train(me, "full", where="whole", max_steps=20)
-    train(me, "full", max_steps=20, callbacks=[Ends(6)])
+    # all are told to end after a step that is saved nowhere
+    ends = [script.At("on_step_end", script.stop, 5), script.At("on_save", forgets, 6)]
+    train(me, "full", max_steps=20, callbacks=ends)
     lose(me, [0])
     resumed, again = train(me, "full", resume=resume, max_steps=20)
     assert torch.equal(script.shards(whole), script.shards(resumed))
@@ -90,19 +92,10 @@ def test_trainer_take_over_gradient_preset(me, resume):
     assert kept(me) == ([4] if me.island else []) + [8, 12, 16, 20]
 
 
-class Ends(TrainerCallback):
-    """All islands are told to end after a step that is saved nowhere."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step - 1:
-            control.should_training_stop = True
-
-    def on_save(self, args, state, control, **kwargs):
-        if state.global_step == self.step and args.process_index == 0:
-            shutil.rmtree(Path(args.output_dir) / f"checkpoint-{self.step}")
+def forgets(args, state, control, **kwargs):
+    """What is saved of a step is lost."""
+    if args.process_index == 0:
+        shutil.rmtree(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
 
 SHARDED = dict(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
@@ -166,6 +168,27 @@ def trained(folder, extra, *, resume=None, **changes):
     made = trainer(folder, extra, **changes)
     made.train(resume_from_checkpoint=resume)
     return made
+
+
+class At(TrainerCallback):
+    """A user's callback: at an event of these steps it calls do(args, state, control, **more)."""
+
+    def __init__(self, event, do, *steps):
+        def called(args, state, control, **more):
+            if state.global_step in steps:
+                do(args, state, control, **more)
+
+        setattr(self, event, called)
+
+
+def sigterm(*_, **__):
+    """For `At`: this process is told to end."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stop(args, state, control, **_):
+    """For `At`: this island asks to stop."""
+    control.should_training_stop = True
 
 
 def ended(made, resume=None):
