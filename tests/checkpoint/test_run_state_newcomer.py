@@ -4,8 +4,6 @@ step is that of the others.
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 import fsdp_demo
@@ -41,8 +39,7 @@ def test_newcomer_ignores_own_old_checkpoint(me) -> None:
     assert life(fsdp_demo.Topology(name="newcomer"), 3, False)[3] == [3]
     # a supervisor may start it either way
     for at, until, resume, held in ((2, 5, True, [3, 7]), (4, 6, False, [3, 7])):
-        facts = {"run": f"at{at}", "endpoint": os.environ["ISLAND_ENDPOINT"]}
-        where = joining.topology(joining.Fed(record, at, until), kind="islands", **facts)
+        where = joining.island(record, at, until)
         taken, began, parameters, kept = life(where, 7, resume)
         assert began == until and taken == list(range(until, 7)) and sorted(kept) == held
         others = [p for p in truth[7]["parameters"] if p is not None]
