@@ -17,6 +17,7 @@ from torch import nn
 import fsdp_demo
 from fsdp_demo.checkpoint import run_state
 
+from ..support.inside import in_ranks
 from ..support.plain_loop import PlainLoop
 
 STOP, END = 5, 9  # the exchanges are at 4 and 8
@@ -92,37 +93,36 @@ def apart(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> list[st
     return [n for n in sorted({*one, *two}) if n not in one or not torch.equal(one[n], two[n])]
 
 
-def gone_on(me, groups, anew) -> tuple[list[str], list[str], int]:
+def gone_on(me, groups, anew) -> tuple[list[str], list[str]]:
     """What differs after a restore, and at the end, from the run that was not stopped."""
     logging.basicConfig(level=logging.INFO, force=True)
-    run = os.environ["ISLAND_RUN"]
     whole = Job(me, me.folder / "run", 1, False, groups)
     there = whole.until(STOP)
     whole.state.save(whole.exchange)
     end = whole.until(END)
     whole.finish()
-    os.environ["ISLAND_RUN"] = f"{run}-again"
+    os.environ["ISLAND_RUN"] += "-again"
     again = Job(me, me.folder / "run", 2, True, anew)
+    assert again.state.step == STOP
     reached = again.until(END)
     again.finish()
-    return apart(there, again.loaded), apart(end, reached), again.state.step
+    return apart(there, again.loaded), apart(end, reached)
 
 
 @pytest.mark.parametrize("procs", [1, 2])
-def test_run_state_parameters_in_other_order(run_ranks: Any, procs: int) -> None:
+@in_ranks(2)
+def test_run_state_parameters_in_other_order(me: Any, procs: int) -> None:
     """Parameters in another order keep their values, moments and anchors. Values, moments and,
     after the next exchange, anchors: `a` and `b` have the same shapes.
     """
-    found = run_ranks(gone_on, islands=2, procs=procs, args=("abn", "ban"), check=False)
-    for rank in found:
-        assert rank.value == (["criterion"], ["criterion"], STOP), rank.error or rank.log
+    assert gone_on(me, "abn", "ban") == (["criterion"], ["criterion"])
 
 
 @pytest.mark.parametrize("procs", [1, 2])
-def test_run_state_optimizer_only_parameters(run_ranks: Any, procs: int) -> None:
+@in_ranks(2)
+def test_run_state_optimizer_only_parameters(me: Any, procs: int) -> None:
     """Parameters that only the optimizer holds come back."""
-    for found in run_ranks(gone_on, islands=2, procs=procs, args=("abnc", "abnc")):
-        assert found == ([], [], STOP)
+    assert gone_on(me, "abnc", "abnc") == ([], [])
 
 
 def left(me: Any, where: Path) -> dict[str, torch.Tensor]:

@@ -272,22 +272,17 @@ def test_zero_refusal_of_split_partition():
 @pytest.mark.parametrize(
     "name", ["ISLAND_COUNT", "ISLAND_RANK", "ISLAND_RUN", "ISLAND_NAME", "ISLAND_ENDPOINT"]
 )
-def test_zero_refusal_of_unset_variable(run_ranks, name):
+@in_ranks(timeout=30)
+def test_zero_refusal_of_unset_variable(me, name):
     """A rank that lacks a variable stops all ranks. As in a hostfile launch: rank 1's node has not
     got it. Nobody waits, and nobody trains as a single replica.
     """
-
-    def work(me):
-        if me.proc == 1:
-            del os.environ[name]
-        return said(lambda: deepspeed_ext.topology())
-
-    out = run_ranks(work, timeout=30)
-    for me, text in zip(range(4), out, strict=True):
-        assert text.startswith(f"ranks of one launch have different {name}: ")
-        assert "; nothing on rank 1. " in text
-        assert ".deepspeed_env" in text
-        assert name != "ISLAND_RANK" or f"{me // 2} on rank 0" in text
+    if me.proc == 1:
+        del os.environ[name]
+    text = said(deepspeed_ext.topology)
+    assert text.startswith(f"ranks of one launch have different {name}: ")
+    assert "; nothing on rank 1. " in text and ".deepspeed_env" in text
+    assert name != "ISLAND_RANK" or f"{me.island} on rank 0" in text
 
 
 @in_ranks(timeout=30)

@@ -291,27 +291,6 @@ def test_zero_skip_by_loop_equals_engine(me, stage, preset):
     assert all(torch.equal(ends[0][n], ends[1][n]) for n in ends[0])
 
 
-@pytest.mark.parametrize("dampening", [0.0, 0.5])
-@in_ranks()
-def test_zero_attach_changes_no_step(me, dampening):
-    """Attaching changes no step. SGD whose first step is not like later ones: making its state
-    early must not make the first step a later one.
-    """
-
-    def sgd(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=dampening)
-
-    ends = []
-    for attached in (True, False):
-        made = zero.engine(zero.settings("zero3-parts"), sgd)
-        exchange = deepspeed_ext.attach(made, "local_sgd", period=100) if attached else None
-        zero.train(made, range(3), me.rank)
-        ends.append(zero.whole(made))
-        if exchange is not None:
-            exchange.detach()
-    assert all(torch.equal(ends[0][n], ends[1][n]) for n in ends[0])
-
-
 # -- ends ----------------------------------------------------------------------------------------
 
 

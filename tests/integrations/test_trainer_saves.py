@@ -181,34 +181,27 @@ def test_trainer_save_failed_at_end(me, full):
 
 
 @pytest.mark.parametrize("several", [True, False])
-def test_trainer_resume_auto_other_number_of_islands(run_ranks, several):
+@in_ranks(2, 1)
+def test_trainer_resume_auto_other_number_of_islands(me, several):
     """`auto` does not begin anew beside checkpoints of another number of islands. From one island
     to several, and back: they keep checkpoints in other folders. What the sentence names works.
     """
-
-    def work(rank):
-        environment = dict(os.environ)
-        if rank.island == 0 or not several:
-            if several:
-                os.environ["ISLAND_COUNT"] = "1"
-            made(rank, max_steps=2, save_steps=2).train()
-            os.environ.update(environment)
-        rank.meet(1)
-        again()
-        if not several:
-            if rank.island == 1:
-                return "auto' finds no", 4
-            os.environ["ISLAND_COUNT"] = "1"
-        with pytest.raises(NeedsDecision) as refused:
-            made(rank, max_steps=4).train(resume_from_checkpoint="auto")
-        again()
-        named = re.search(r"resume_from_checkpoint='([^']*checkpoint-2)'", str(refused.value))[1]
-        trainer = made(rank, max_steps=4, fresh=True)
-        trainer.train(resume_from_checkpoint=named)
-        return str(refused.value), trainer.state.global_step
-
-    for text, step in run_ranks(work, islands=2, procs=1):
-        assert "auto' finds no" in text and step == 4
+    alone, count = me.island == 0, os.environ["ISLAND_COUNT"]
+    if alone or not several:
+        os.environ["ISLAND_COUNT"] = "1" if several else count
+        made(me, max_steps=2, save_steps=2).train()
+    me.meet(1)
+    again()
+    if not several and not alone:
+        return
+    os.environ["ISLAND_COUNT"] = count if several else "1"
+    with pytest.raises(NeedsDecision, match="auto' finds no") as refused:
+        made(me, max_steps=4).train(resume_from_checkpoint="auto")
+    again()
+    named = re.search(r"resume_from_checkpoint='([^']*checkpoint-2)'", str(refused.value))[1]
+    trainer = made(me, max_steps=4, fresh=True)
+    trainer.train(resume_from_checkpoint=named)
+    assert trainer.state.global_step == 4
 
 
 @in_ranks(2, 1)
