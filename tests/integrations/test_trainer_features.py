@@ -214,22 +214,11 @@ def test_trainer_last_exchange_after_evaluation(me):
     assert before != after == loss()
 
 
-@in_ranks(2, 1)
-def test_trainer_second_exchange_refused(me):
-    """A second exchange on one optimizer is refused."""
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    exchange = fsdp_demo.attach(optimizer, "diloco")
-    with pytest.raises(ValueError, match="has an exchange already"):
-        fsdp_demo.attach(optimizer, "demo", inner_optimizer="adamw")
-    exchange.finish()
-    exchange.detach()
-    fsdp_demo.attach(optimizer, "diloco").detach()
+def test_trainer_second_exchange_refused(tmp_path):
+    """Two callbacks of one Trainer are refused, and a name of an island that is no folder's."""
+    line = one_line("diloco")
     with pytest.raises(ValueError, match="two ExchangeCallbacks"):
-        script.trainer(
-            me.folder / "out",
-            {"callbacks": [ExchangeCallback("diloco"), ExchangeCallback("diloco")]},
-        )
+        script.trainer(tmp_path, {"callbacks": [*line["callbacks"], ExchangeCallback("diloco")]})
     with pytest.raises(ValueError, match=r"ISLAND_NAME='../up' names folders"):
         Topology.from_env({"ISLAND_NAME": "../up"})
 
