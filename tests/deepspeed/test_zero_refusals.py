@@ -35,29 +35,25 @@ def said(call):
 
 # ---- engines that DeepSpeed makes without a compiler or an accelerator -------------------------
 
+
+def at_stage(stage, **more):
+    return {"zero_optimization": {"stage": stage, **more}}
+
+
 ENGINES = {
-    "ZeRO stage 0: set zero_optimization.stage to 1, 2 or 3": {"zero_optimization": {"stage": 0}},
-    "offload_param, which was never tried: take it out": {
-        "zero_optimization": {"stage": 3, "offload_param": CPU}
-    },
+    "ZeRO stage 0: set zero_optimization.stage to 1, 2 or 3": at_stage(0),
+    "offload_param, which was never tried: take it out": at_stage(3, offload_param=CPU),
     "DeepCompile, .*: set compile.deepcompile to false": {"compile": {"deepcompile": True}},
-    "zero_hpz_partition_size=2, .*: set it to 1": {
-        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}
-    },
-    "zero_quantized_gradients, .*: set it to false": {
-        "zero_optimization": {"stage": 3, "zero_quantized_gradients": True}
-    },
-    "torch_autocast in float16: .* set torch_autocast.dtype to bfloat16": {
-        "torch_autocast": {"enabled": True, "dtype": "float16"}
-    },
-    "sequence parallelism, size 2, .*: train with data": dict(
-        sequence_parallel_size=2, data_parallel_size=1
-    ),
-    "gradients that nobody looks at, .*compute_grad_norm to true": {
-        "bf16": {"enabled": True, "check_grad_overflow": False}
-    },
+    "zero_hpz_partition_size=2, .*: set it to 1": at_stage(3, zero_hpz_partition_size=2),
+    "zero_quantized_gradients, .*: set it to false": at_stage(3, zero_quantized_gradients=True),
+    "torch_autocast in float16: .* set torch_autocast.dtype to bfloat16":
+        {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+    "sequence parallelism, size 2, .*: train with data":
+        {"sequence_parallel_size": 2, "data_parallel_size": 1},
+    "gradients that nobody looks at, .*compute_grad_norm to true":
+        {"bf16": {"enabled": True, "check_grad_overflow": False}},
     "checkpoint.load_universal, .*: take it out": {"checkpoint": {"load_universal": True}},
-}
+}  # fmt: skip
 
 
 @in_ranks(timeout=90)
@@ -102,41 +98,29 @@ class Read(DeepSpeedEngine):
         nn.Module.__init__(self)
         self._config = DeepSpeedConfig(zero.settings("zero1") | changes)
         self.module, self.mpu = zero.Model(), None
-        self.optimizer = type(
-            "Zero", (), {"optimizer": zero.adamw(self.module.parameters()), "param_groups": [{}]}
-        )()
+        inner = zero.adamw(self.module.parameters())
+        self.optimizer = type("Zero", (), {"optimizer": inner, "param_groups": [{}]})()
 
 
+MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True}
 CONFIGURED = {
     "fp16: its loss scaling .*; set fp16.enabled to false": {"fp16": {"enabled": True}},
-    "offload_optimizer to NVMe, ": {"zero_optimization": {"stage": 3, "offload_optimizer": NVME}},
-    "offload_param, ": {"zero_optimization": {"stage": 3, "offload_param": NVME}},
-    "the hybrid engine, .*: set hybrid_engine.enabled to false": {
-        "hybrid_engine": {"enabled": True}
-    },
-    "ZenFlow, .*: take zero_optimization.zenflow out": {
-        "zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}
-    },
-    "SuperOffload, .*super_offload to false": {
-        "zero_optimization": {"stage": 3, "offload_optimizer": CPU | {"super_offload": True}}
-    },
-    r"offload_optimizer.ratio=0.5 \(Twin-Flow\), .* to 1.0": {
-        "zero_optimization": {"stage": 3, "offload_optimizer": CPU | {"ratio": 0.5}}
-    },
-    "zero_quantized_weights, ": {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
-    "zero_quantized_nontrainable_weights, ": {
-        "zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}
-    },
-    "bf16 masters or .*bf16_optimizer_states to false": {
-        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}
-    },
-    "bf16 masters or optimizer states": dict(
-        bf16={"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-    ),
-    "tensor_parallel.autotp_size 2, .*: train with data parallelism alone": {
-        "tensor_parallel": {"autotp_size": 2}
-    },
-}
+    "offload_optimizer to NVMe, ": at_stage(3, offload_optimizer=NVME),
+    "offload_param, ": at_stage(3, offload_param=NVME),
+    "the hybrid engine, .*: set hybrid_engine.enabled to false":
+        {"hybrid_engine": {"enabled": True}},
+    "ZenFlow, .*: take zero_optimization.zenflow out": at_stage(2, zenflow={"topk_ratio": 0.1}),
+    "SuperOffload, .*super_offload to false":
+        at_stage(3, offload_optimizer=CPU | {"super_offload": True}),
+    r"offload_optimizer.ratio=0.5 \(Twin-Flow\), .* to 1.0":
+        at_stage(3, offload_optimizer=CPU | {"ratio": 0.5}),
+    "zero_quantized_weights, ": at_stage(3, zero_quantized_weights=True),
+    "zero_quantized_nontrainable_weights, ": at_stage(3, zero_quantized_nontrainable_weights=True),
+    "bf16 masters or .*bf16_optimizer_states to false": {"bf16": MASTERS},
+    "bf16 masters or optimizer states": {"bf16": MASTERS | {"bf16_optimizer_states": True}},
+    "tensor_parallel.autotp_size 2, .*: train with data parallelism alone":
+        {"tensor_parallel": {"autotp_size": 2}},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("pattern", CONFIGURED)
@@ -148,11 +132,8 @@ def test_zero_refusal_of_configurations(pattern):
 
 def test_zero_accepts_neighbouring_configuration():
     """The configuration beside the refused ones is accepted."""
-    refuse(
-        Read(bf16={"enabled": True}, zero_optimization={"stage": 3, "offload_optimizer": CPU}),
-        preset("diloco"),
-        Topology(),
-    )
+    near = {"bf16": {"enabled": True}, **at_stage(3, offload_optimizer=CPU)}
+    refuse(Read(**near), preset("diloco"), Topology())
 
 
 @pytest.mark.parametrize("name, value, pattern", [
@@ -160,20 +141,16 @@ def test_zero_accepts_neighbouring_configuration():
     ("has_moe_layers", True, "MoE layers of DeepSpeed, .*: take a model of ordinary modules"),
     ("mp_world_size", 2, "an mpu with model parallelism, size 2, "),
     ("sequence_parallel_size", 4, "sequence parallelism, size 4, "),
+    (None, None, "MoE layers of DeepSpeed"),  # groups of experts in the optimizer
 ])  # fmt: skip
 def test_zero_refusal_of_other_engines(name, value, pattern):
     """Engines of another kind are refused."""
     engine = Read()
-    setattr(engine, name, value)
+    if name is None:
+        engine.optimizer.param_groups.append({"moe": True})
+    else:
+        setattr(engine, name, value)
     with pytest.raises(ValueError, match=pattern):
-        refuse(engine, preset("diloco"), Topology())
-
-
-def test_zero_refusal_of_expert_groups():
-    """Groups of experts in the optimizer are refused."""
-    engine = Read()
-    engine.optimizer.param_groups.append({"moe": True})
-    with pytest.raises(ValueError, match="MoE layers of DeepSpeed"):
         refuse(engine, preset("diloco"), Topology())
 
 
