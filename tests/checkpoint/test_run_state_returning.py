@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from fsdp_demo import preset
 
 from ..exchange.test_survivors import ENV, Small, backward
 from ..support.damage import changed_head, flip
-from ..support.forked import forked
+from ..support.forked import returns
 from ..support.heard import heard
 from ..support.plain_loop import PlainLoop
 from ..support.small import same
@@ -64,20 +65,12 @@ def life(me: Any, case: str, dies: int = 0) -> Any:
     return exchange.step, equal, loop.numbers(), own, said
 
 
-def comes_back(run_ranks: Any, case: str, between: Any = None) -> Any:
+def comes_back(run_ranks: Any, case: str, spoil: Any = lambda checkpoint: None) -> Any:
     """Island 1 dies after the save of step 4, lacks that of step 8, and lives again."""
 
     def run(me: Any) -> Any:
-        if me.island == 1 and (child := forked()):
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-            if between is not None:
-                between(me.folder.parent / "disk" / "island1" / "checkpoint-4")
-            return life(me, case)
-        try:
-            return life(me, case, dies=6 if me.island == 1 else 0)
-        finally:
-            if me.island == 1:
-                os._exit(1)
+        saved = me.folder.parent / "disk" / "island1" / "checkpoint-4"
+        return returns(me, partial(life, case=case), lambda: spoil(saved))
 
     ranks = run_ranks(run, islands=2, procs=1, timeout=150, env=ENV)
     (ended, equal, kept, *_), (again, alike, came, own, said) = ranks
