@@ -42,21 +42,11 @@ class Rates(TrainerCallback):
         self.seen.append((state.global_step, optimizer.param_groups[0]["lr"], state.epoch))
 
 
-def train(
-    rank, preset, changes=None, *, resume=None, where="disk", fsdp=False, max_steps=10, **plan
-):
+def train(rank, preset, changes=None, *, resume=None, where="disk", callbacks=(), **plan):
     """One life on a disk of the island's own; what it ends with."""
-    rates = Rates()
-    own = rank.folder / f"{where}{rank.island}" / "out"
-    trained = script.trained(
-        own,
-        one_line(preset, **changes or {}),
-        resume=resume,
-        fsdp=fsdp,
-        callbacks=[rates, *plan.pop("callbacks", [])],
-        max_steps=max_steps,
-        **PLAN | plan,
-    )
+    rates, own = Rates(), rank.folder / f"{where}{rank.island}" / "out"
+    plan = {"max_steps": 10, **PLAN, **plan, "callbacks": [rates, *callbacks]}
+    trained = script.trained(own, one_line(preset, **changes or {}), resume=resume, **plan)
     return trained, rates.seen
 
 
@@ -141,37 +131,36 @@ def test_trainer_take_over_no_checkpoint(me):
     return script.parameters(begun)
 
 
+class Manager(SimpleNamespace):
+    """What `find_checkpoint` sees of a rank's `CheckpointManager`: one of two islands, whose notes
+    are alike; another island, "b", tells nothing.
+    """
+
+    def __init__(self, root, held=(), rank=0):
+        topology = SimpleNamespace(rank=rank, name="island0", islands=2, elastic=True)
+        super().__init__(root=root, found=list(held), topology=topology, ranks=Ranks(None, 0, 1))
+        tells = {"name": "b", "state": {}}
+        self.registry = SimpleNamespace(meet=lambda note: [note, note], tell=lambda note: tells)
+        self.adopt, self.verify = lambda: None, lambda folder: None
+
+    def held(self, name=""):
+        return self.found
+
+    def agree(self, held, how, name=""):
+        return ResumePoint(4, None, True) if held and how == "take_over" else None
+
+
 def test_trainer_resume_auto_says_once_that_training_begins(tmp_path, caplog):
     """Where no island holds a checkpoint, one rank of an island says so."""
     for rank in (0, 1):
-        manager = SimpleNamespace(
-            topology=SimpleNamespace(rank=rank, name="island0", islands=2, elastic=True),
-            ranks=Ranks(None, 0, 1),
-            registry=SimpleNamespace(meet=lambda note: [note]),
-            root=tmp_path / "out" / "island0",
-            adopt=lambda: None,
-            held=lambda: [],
-            agree=lambda held, how: None,
-        )
-        assert find_checkpoint("auto", manager, fresh=False) is None
+        assert find_checkpoint("auto", Manager(tmp_path / "island0", rank=rank), False) is None
     assert caplog.text.count("island0: no island holds a checkpoint") == 1
 
 
 def test_trainer_named_unlike_history_takes_over(tmp_path):
     """Of checkpoints that were named one history goes on, and other islands take over."""
     (tmp_path / "checkpoint-4").mkdir()
-    manager = SimpleNamespace(
-        topology=SimpleNamespace(islands=2),
-        ranks=Ranks(None, 0, 1),
-        registry=SimpleNamespace(
-            meet=lambda note: [note, note], tell=lambda note: {"name": "b", "state": {}}
-        ),
-        root=tmp_path,
-        adopt=lambda: None,
-        held=lambda name: [HeldCheckpoint(4)],
-        agree=lambda held, how, name: ResumePoint(4, None, True) if how == "take_over" else None,
-        verify=lambda folder: None,
-    )
+    manager = Manager(tmp_path, [HeldCheckpoint(4)])
     assert find_checkpoint("out/checkpoint-4", manager, fresh=False) == TakeOver(4, "b", {})
     assert find_checkpoint("out/checkpoint-4", manager, True) == str(tmp_path / "checkpoint-4")
 
@@ -220,16 +209,10 @@ class Told:
 def test_take_over_facts_of_donor(tmp_path):
     """The donor hands over the facts of its Trainer state that are small enough."""
     assert told(tmp_path) == {}
-    state = {
-        "global_step": 4,
-        "best_metric": 0.5,
-        "best_model_checkpoint": "/there",
-        "log_history": [{"loss": 1.0}],
-        "epoch": 1.5,
-    }
-    (tmp_path / "trainer_state.json").write_text(
-        json.dumps(state | {"stateful_callbacks": {"A": "x" * taking_over.LARGEST}})
-    )
+    state = {"global_step": 4, "best_metric": 0.5, "best_model_checkpoint": "/there", "epoch": 1.5}
+    state |= {"log_history": [{"loss": 1.0}]}
+    state |= {"stateful_callbacks": {"A": "x" * taking_over.LARGEST}}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
     assert told(tmp_path) == {"best_metric": 0.5, "epoch": 1.5}
     for state in ({"epoch": 1.5}, {}):
         taken = _with_others(None, 4, Told(state))
