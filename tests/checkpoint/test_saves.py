@@ -72,13 +72,12 @@ def leave(kept, step, **applied):
 # -- what is newer is put aside, not deleted -----------------------------------------------------
 
 
-def lives(me, after):
-    """Five checkpoints; a second life in which island 1 sees only the first; `after` what the third
-    does.
+def second_life(me):
+    """Five checkpoints, and a second life in which island 1 sees only the first: the folder of the
+    first life, and the manager of the second.
     """
-    topology = fsdp_demo.Topology.from_env()
-    home = me.folder / f"home{me.island}"
-    stale = me.folder / "stale"
+    topology, home = fsdp_demo.Topology.from_env(), me.folder / f"home{me.island}"
+    stale, every = me.folder / "stale", [f"checkpoint-{s}" for s in range(10, 60, 10)]
     first = CheckpointManager(home, topology, keep=9)
     first.resume_point(False)
     for step in range(10, 60, 10):
@@ -87,45 +86,35 @@ def lives(me, after):
     if me.island == 1:
         shutil.copytree(home / "checkpoint-10", stale / "checkpoint-10")
     second = CheckpointManager(stale if me.island else home, topology)
-    out = [
-        second.resume_point().step,
-        names(home),
-        sorted(p.parent.name for p in home.glob(f"*/{ASIDE}")),
-    ]
-    return [*out, after(me, topology, home, second)]
+    assert second.resume_point().step == 10
+    aside = sorted(p.parent.name for p in home.glob(f"*/{ASIDE}"))
+    assert (names(home), aside) == ((every, []) if me.island else (every[:1], every[1:]))
+    return home, second
 
 
-def refused(me, topology, home, second):
-    second.close()  # attach would refuse a wrong preset here
-    third = CheckpointManager(home, topology)
-    step = third.resume_point().step
-    third.verify(third.path(step))
-    return step, names(home), any(home.glob(f"*/{ASIDE}"))
-
-
-def test_save_refused_resume_leaves_all(run_ranks):
+@in_ranks(2, 1)
+def test_save_refused_resume_leaves_all(me):
     """A refused resume leaves all checkpoints usable."""
-    every = [f"checkpoint-{s}" for s in range(10, 60, 10)]
-    for island, (step, there, aside, (again, whole, left)) in enumerate(
-        run_ranks(lives, islands=2, procs=1, args=(refused,))
-    ):
-        assert step == 10 and again == 50 and whole == every and not left
-        assert (there, aside) == ((every[:1], every[1:]) if island == 0 else (every, []))
+    home, second = second_life(me)
+    second.close()  # attach would refuse a wrong preset here
+    third = CheckpointManager(home, second.topology)
+    assert third.resume_point().step == 50
+    third.verify(third.path(50))
+    assert names(home) == [f"checkpoint-{s}" for s in range(10, 60, 10)]
+    assert not any(home.glob(f"*/{ASIDE}"))
 
 
-def common(me, topology, home, second):
+@in_ranks(2, 1)
+def test_save_aside_removed_after_common(me):
+    """Checkpoints that were put aside are removed when the new life has a common checkpoint."""
+    home, second = second_life(me)
     for step in (20, 30):
         second.save(step, text)
         me.meet(step)
     second.save(40, text)
     second.close()
-    return any(home.glob(f"*/{ASIDE}")), names(second.root)
-
-
-def test_save_aside_removed_after_common(run_ranks):
-    """Checkpoints that were put aside are removed when the new life has a common checkpoint."""
-    (_, _, aside, (left, there)), _ = run_ranks(lives, islands=2, procs=1, args=(common,))
-    assert len(aside) == 4 and not left and there[-2:] == ["checkpoint-30", "checkpoint-40"]
+    assert names(second.root)[-2:] == ["checkpoint-30", "checkpoint-40"]
+    assert not any(home.glob(f"*/{ASIDE}"))
 
 
 def test_save_given_up_stays_aside(tmp_path):
@@ -494,29 +483,22 @@ def test_save_file_limit_is_full_disk(me, how):
 # -- one rank that torch has joined --------------------------------------------------------------
 
 
-def saved_alone(me, backend: str, mesh: bool) -> list[str]:
-    """Weights written by a thread, on replica 0 only."""
-    dist.init_process_group(
-        backend, init_method=f"file://{me.folder}/world", rank=me.rank, world_size=me.procs
-    )
+@pytest.mark.parametrize(("backend", "procs"), [("cuda:gloo", 1), ("cpu:gloo", 2)])
+@in_ranks(1, group=False)
+def test_save_replica_of_one_rank(me, backend: str, procs: int) -> None:
+    """A replica of one rank saves by itself, by a thread. A group over GPUs alone copies nothing to
+    the host, and the replicas of a mesh do not wait for each other.
+    """
+    where = f"file://{me.folder}/world"
+    dist.init_process_group(backend, init_method=where, rank=me.rank, world_size=me.procs)
     topology = fsdp_demo.Topology()
-    if mesh:
+    if procs > 1:
         topology = fsdp_demo.Topology.from_mesh(init_device_mesh("cpu", (me.procs,)))
-    manager = CheckpointManager(me.folder / "home", topology)
-    folder = me.folder / "weights"
+    manager, folder = CheckpointManager(me.folder / "home", topology), me.folder / "weights"
     if me.rank == 0:
         save_tensors(folder, {"w": torch.ones(3)}, manager.group, wait=False)()
+        assert any(folder.iterdir())
     dist.destroy_process_group()
-    return sorted(p.suffix for p in folder.iterdir()) if me.rank == 0 else []
-
-
-@pytest.mark.parametrize(("backend", "procs"), [("cuda:gloo", 1), ("cpu:gloo", 2)])
-def test_save_replica_of_one_rank(run_ranks, backend: str, procs: int) -> None:
-    """A replica of one rank saves by itself. A group over GPUs alone copies nothing to the host,
-    and the replicas of a mesh do not wait for each other.
-    """
-    found = run_ranks(saved_alone, islands=1, procs=procs, args=(backend, procs > 1), group=False)
-    assert found[0] and all(not names for names in found[1:])
 
 
 @pytest.mark.parametrize("loop, found", [
