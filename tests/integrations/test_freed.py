@@ -8,16 +8,16 @@ import torch
 
 import fsdp_demo
 from fsdp_demo.integrations.accelerate import accelerator
-from fsdp_demo.integrations.trainer import ExchangeCallback
 
 from ..support import trainer_script as script
 from ..support.freed import left, references
 from ..support.heard import heard
 from ..support.inside import in_ranks
-from ..support.trainer_script import before_ranks  # noqa: F401
+from ..support.trainer_script import before_ranks, one_line  # noqa: F401
 
 
-def test_accelerate_frees_the_model(run_ranks: Any) -> None:
+@in_ranks(1, 2)
+def test_accelerate_frees_the_model(me: Any) -> None:
     """Behind `finish` and `free_memory` nothing is left of what Accelerate has prepared."""
 
     def life() -> dict[str, Any]:
@@ -33,8 +33,7 @@ def test_accelerate_frees_the_model(run_ranks: Any) -> None:
         made.free_memory()
         return references(model=model, optimizer=optimizer.optimizer, exchange=exchange)
 
-    for found in run_ranks(lambda: left(life), 1, 2):
-        assert not found
+    assert not left(life)
 
 
 @in_ranks(2, 1)
@@ -45,14 +44,14 @@ def test_trainer_frees_the_model(me: Any) -> None:
     said = heard()
 
     def life(steps: int, resume: bool) -> dict[str, Any]:
-        more = {"max_steps": steps, "save_only_model": True, "eval_strategy": "no"}
-        callback = ExchangeCallback("diloco", period=2)
-        trained = script.trained(
-            me.folder / "out", {"callbacks": [callback]}, resume=resume, **more
-        )
+        plan = {"max_steps": steps, "save_only_model": True, "eval_strategy": "no"}
+        line = one_line("diloco", period=2)
+        trained = script.trained(me.folder / "out", line, resume=resume, **plan)
         trained.accelerator.free_memory()
         return references(
-            model=trained.model, optimizer=trained.optimizer.optimizer, exchange=callback.exchange
+            model=trained.model,
+            optimizer=trained.optimizer.optimizer,
+            exchange=script.exchange_of(trained),
         )
 
     first, before = left(life, 4, False), list(said)
