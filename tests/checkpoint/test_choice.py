@@ -74,7 +74,7 @@ def test_choose_steps(how, held, steps):
 REFUSED = [
     ("common", [at(20, applied="19"), at(20, applied="9")],
         "at equal steps they have applied unlike exchanges"),
-    ("common", [at(10), at(12)], ""),
+    ("common", [at(10), at(12)], "no checkpoint is held by all islands"),
     ("common", [at(10), []], "--resume auto"),
     ("common", [[], at(10)], "--resume auto"),
     ("common", [at(1), []], "--resume auto"),
