@@ -102,13 +102,17 @@ def test_run_ranks_exit_codes(run_ranks):
 
 def test_in_ranks_runs_in_every_rank(run_ranks, tmp_path):
     """The body of an `in_ranks` test runs in every rank, and that of an `in_threads` test on every
-    island; what fails there fails the test.
+    island; what fails there fails the test, and so does a value that is not that of rank 0.
     """
 
     @in_ranks(2, 1)
     def of_ranks(me, tmp_path):
         (tmp_path / f"rank{me.rank}").touch()
         assert me.rank == 0
+
+    @in_ranks(2, 1)
+    def unlike(me):
+        return torch.tensor([0.0, float(me.rank)])
 
     @in_threads(2)
     def of_islands(island, tmp_path):
@@ -118,5 +122,7 @@ def test_in_ranks_runs_in_every_rank(run_ranks, tmp_path):
     for test in (of_ranks, of_islands):
         with pytest.raises(pytest.fail.Exception, match="assert 1 == 0|AssertionError"):
             test(run_ranks=run_ranks, tmp_path=tmp_path)
+    with pytest.raises(AssertionError, match=r"ranks \[1\] return another value than rank 0"):
+        unlike(run_ranks=run_ranks)
     found = sorted(p.name for p in tmp_path.iterdir() if not p.is_dir())
     assert found == ["island0", "island1", "rank0", "rank1"]

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("zmq")
-
 import fsdp_demo
 from fsdp_demo.checkpoint import registry
 from fsdp_demo.errors import PeerLost, StoreSilent

@@ -12,14 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsdp_demo
-from fsdp_demo.checkpoint.choice import (
-    HeldCheckpoint,
-    alike,
-    choose,
-    look,
-    superfluous,
-    together,
-)
+from fsdp_demo.checkpoint.choice import HeldCheckpoint, alike, choose, look, superfluous, together
 from fsdp_demo.checkpoint.files import write_part
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.errors import NeedsDecision
@@ -31,6 +24,9 @@ def at(*steps, applied="", owner=-1):
     return [HeldCheckpoint(s, applied, owner) for s in steps]
 
 
+TEN = at(10, applied="9")
+
+
 def names(held):
     return [f"island{i}" for i in range(len(held))]
 
@@ -40,58 +36,62 @@ def chosen(held, how="common"):
     return None if found is None else [h and h.step for h in found]
 
 
-def test_choose_newest_common():
-    """The choice is the newest checkpoint that all islands hold."""
-    assert chosen([[], []]) is None and chosen([[], []], "auto") is None
-    assert chosen([at(10, 20, 30), at(10, 20)]) == [20, 20]
-    assert chosen([at(10)]) == [10]
-
-
-def test_choose_between_same_exchanges():
-    """States between the same exchanges are joined, each at its own step. SIGTERM between two
-    exchanges: 17 and 19, and the checkpoints of equal steps before them.
-    """
-    a = [*at(10, applied="9"), *at(17, applied="9")]
-    b = [*at(10, applied="9"), *at(19, applied="9")]
-    assert chosen([a, b]) == [17, 19] and chosen([a, b], "auto") == [17, 19]
+CHOSEN = [
+    # the newest checkpoint that all islands hold
+    ("common", [[], []], None),
+    ("auto", [[], []], None),
+    ("common", [at(10, 20, 30), at(10, 20)], [20, 20]),
+    ("common", [at(10)], [10]),
+    # states between the same exchanges are joined, each at its own step: SIGTERM between two
+    # exchanges, at 17 and 19, and the checkpoints of equal steps before them
+    ("common", [[*TEN, *at(17, applied="9")], [*TEN, *at(19, applied="9")]], [17, 19]),
+    ("auto", [[*TEN, *at(17, applied="9")], [*TEN, *at(19, applied="9")]], [17, 19]),
     # has applied what the other has lost
-    late = [*at(10, applied="9"), *at(21, applied="20")]
-    assert chosen([a, late]) == [17, 10]
+    ("common", [[*TEN, *at(17, applied="9")], [*TEN, *at(21, applied="20")]], [17, 10]),
+    # of one step after unlike exchanges: those between the same ones, of 9
+    ("common", [[*TEN, *at(20, applied="19")], [*TEN, *at(20, applied="9")]], [10, 20]),
+    # states that do not say what they have applied are common at equal steps
+    ("common", [at(10, 20), at(10, 20, applied="19")], [20, 20]),
+    # `auto` takes over only where an island holds no checkpoint
+    ("auto", [at(10), []], [10, None]),
+    ("auto", [[], at(10)], [None, 10]),
+    ("auto", [at(1), []], [1, None]),
+    ("auto", [at(10, 20), at(10), []], [10, 10, None]),
+    ("take_over", [at(10), at(12)], [None, 12]),
+    ("take_over", [at(10), at(10, 12)], [10, 10]),
+    # swapped folders are taken over; a copy of one island's folder is not swapped
+    ("take_over", [at(10, owner=1), at(10, owner=0)], [10, 10]),
+    ("common", [at(10, owner=0), at(10, owner=0)], [10, 10]),
+]  # fmt: skip
 
 
-def test_choose_unlike_exchanges_not_common():
-    """States of one step after unlike exchanges are not common."""
-    held = [at(20, applied="19"), at(20, applied="9")]
-    with pytest.raises(NeedsDecision, match="at equal steps they have applied unlike exchanges"):
-        chosen(held)
-    # between the same ones: 9
-    assert chosen([[*at(10, applied="9"), *held[0]], [*at(10, applied="9"), *held[1]]]) == [10, 20]
+@pytest.mark.parametrize("how, held, steps", CHOSEN)
+def test_choose_steps(how, held, steps):
+    """From which step of its own each island goes on."""
+    assert chosen(held, how) == steps
 
 
-def test_choose_states_without_applied():
-    """States that do not say what they have applied are common at equal steps only."""
-    assert chosen([at(10, 20), at(10, 20, applied="19")]) == [20, 20]
-    with pytest.raises(NeedsDecision):
-        chosen([at(10), at(12)])
+REFUSED = [
+    ("common", [at(20, applied="19"), at(20, applied="9")],
+        "at equal steps they have applied unlike exchanges"),
+    ("common", [at(10), at(12)], "no checkpoint is held by all islands"),
+    ("common", [at(10), []], "--resume auto"),
+    ("common", [[], at(10)], "--resume auto"),
+    ("common", [at(1), []], "--resume auto"),
+    ("auto", [at(10), at(12)], "step 12 of island1.*--take-over.*start anew"),
+    ("auto", [at(10), at(12)],
+        r"no checkpoint is held by all islands \(island0: 10; island1: 12\)"),
+    ("common", [at(10, owner=1), at(10, owner=0)],
+        r"swapped: island0 \(ISLAND_RANK=0\) finds what island 1 saved"),
+    ("auto", [at(10, owner=1), []], "swapped"),
+]  # fmt: skip
 
 
-def test_choose_auto_take_over():
-    """`auto` takes over only where an island holds no checkpoint."""
-    for held in ([at(10), []], [[], at(10)], [at(1), []]):
-        with pytest.raises(NeedsDecision, match="--resume auto"):
-            chosen(held)
-        assert chosen(held, "auto") == [
-            held[0][0].step if held[0] else None,
-            held[1][0].step if held[1] else None,
-        ]
-    assert chosen([at(10, 20), at(10), []], "auto") == [10, 10, None]
-    with pytest.raises(
-        NeedsDecision, match="step 12 of island1.*--take-over.*start anew"
-    ) as caught:
-        chosen([at(10), at(12)], "auto")
-    assert "no checkpoint is held by all islands (island0: 10; island1: 12)" in str(caught.value)
-    assert chosen([at(10), at(12)], "take_over") == [None, 12]
-    assert chosen([at(10), at(10, 12)], "take_over") == [10, 10]
+@pytest.mark.parametrize("how, held, said", REFUSED)
+def test_choose_asks_a_person(how, held, said):
+    """What a person must decide is refused, with what is held and what may be done."""
+    with pytest.raises(NeedsDecision, match=said):
+        chosen(held, how)
 
 
 def elastic(island, *steps, took_part=(0, 1, 2), applied=""):
@@ -141,18 +141,6 @@ def test_choose_whoever_saved_last():
     # a state that does not say who took part: all are asked
     assert chosen([at(10), at(10, 20)], "newest") == [10, 10]
     assert chosen([at(10), at(12)], "newest") == [None, 12]
-
-
-def test_choose_swapped_folders_refused():
-    """Swapped folders are refused; copies of one folder are not."""
-    with pytest.raises(
-        NeedsDecision, match=r"swapped: island0 \(ISLAND_RANK=0\) finds what island 1 saved"
-    ):
-        chosen([at(10, owner=1), at(10, owner=0)])
-    assert chosen([at(10, owner=1), at(10, owner=0)], "take_over") == [10, 10]
-    assert chosen([at(10, owner=0), at(10, owner=0)]) == [10, 10]  # a copy of one island's folder
-    with pytest.raises(NeedsDecision, match="swapped"):
-        chosen([at(10, owner=1), []], "auto")
 
 
 STATES = st.builds(HeldCheckpoint, st.integers(0, 6), st.sampled_from(["", "1", "2"]))

@@ -6,6 +6,7 @@ Islands are threads; what is cut off is one of their messages, on its way (`Tap`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ def cut_after(exchange: Any, step: int, sends: int) -> None:
     tap = Tap(exchange, change)
 
 
-def whole(config: ExchangeConfig, count: int = 2) -> list[Any]:
+def whole(config: ExchangeConfig) -> list[Any]:
     """What the islands hold after STEPS steps that nothing has interrupted."""
 
     def island(i: int, topology: Topology) -> Any:
@@ -77,7 +78,7 @@ def whole(config: ExchangeConfig, count: int = 2) -> list[Any]:
         small.train(STEPS)
         return end_of(small)
 
-    return values(threaded.islands(island, count))
+    return values(threaded.islands(island))
 
 
 def left(small: Small) -> Any:
@@ -92,38 +93,38 @@ def end_of(small: Small) -> Any:
     those of what has come so far.
     """
     params, optimizer, state = left(small)
-    return (
-        params,
-        optimizer,
-        {k: v for k, v in state.items() if k not in ("in_flight", "digest", "losses", "norms")},
-    )
+    anew = ("in_flight", "digest", "losses", "norms")
+    return params, optimizer, {k: v for k, v in state.items() if k not in anew}
 
 
-def interrupted(config: ExchangeConfig, at, sends, count: int = 2) -> tuple[list[Any], list[int]]:
-    """The same with a line that is cut at step `at` after `sends` messages; the states are saved as
-    `guard` does, and taken up again.
+def lives(
+    config: ExchangeConfig, first: Callable[[int, Small], None], timeout: float = 3.0
+) -> tuple[list[int], list[Any]]:
+    """Two islands live as `first` says and are saved as `guard` does; then each is taken up again.
+    Their steps in between, and what they hold at the end.
     """
 
-    def first(i: int, topology: Topology) -> Any:
+    def one(i: int, topology: Topology) -> Any:
         small = Small(topology, config)
-        cut_after(small.exchange, at, sends)
-        try:
-            small.train(STEPS)
-        except (PeerLost, RuntimeError) as error:
-            assert isinstance(error, PeerLost), error
-            kept = left(small)
-            assert small.exchange._queue.broken
-            return kept
-        return None
+        first(i, small)
+        return left(small)
 
-    def second(i: int, topology: Topology) -> Any:
+    def two(i: int, topology: Topology) -> Any:
         small = Small(topology, config, seed=99, saved=saved[i])
+        assert small.exchange.step == saved[i][2]["step"]
         small.train(STEPS)
         return end_of(small)
 
-    saved = values(threaded.islands(first, count, timeout=3))
-    assert all(s is not None for s in saved), "the cut was not noticed"
-    return values(threaded.islands(second, count)), [s[2]["step"] for s in saved]
+    saved = values(threaded.islands(one, timeout=timeout))
+    return [s[2]["step"] for s in saved], values(threaded.islands(two))
+
+
+def lost(small: Small, at: int, sends: int) -> None:
+    """A line that is cut at step `at` after `sends` messages is noticed."""
+    cut_after(small.exchange, at, sends)
+    with pytest.raises(PeerLost):
+        small.train(STEPS)
+    assert small.exchange._queue.broken
 
 
 @pytest.mark.parametrize("sends", [0, 1])
@@ -135,7 +136,7 @@ def test_cut_off_resume_bit_for_bit(name: str, sends: int) -> None:
     """
     expected = whole(CONFIGS[name])
     for at in (7, 8):
-        found, steps = interrupted(CONFIGS[name], at, sends)
+        steps, found = lives(CONFIGS[name], lambda i, small, at=at: lost(small, at, sends))
         pairs = zip(found, expected, strict=True)
         equal = [[same(x, y) for x, y in zip(a, b, strict=True)] for a, b in pairs]
         assert all(map(all, equal)), (at, steps, equal)
@@ -147,12 +148,8 @@ def test_cut_off_first_exchange(name: str) -> None:
     """A resume makes up for the very first exchange. Nobody has taken a step, and yet there is a
     message under way.
     """
-    config = CONFIGS[name]
-    found, steps = interrupted(config, 0, 0)
-    assert (steps, [same(a, b) for a, b in zip(found, whole(config), strict=True)]) == (
-        [0, 0],
-        [True, True],
-    )
+    steps, found = lives(CONFIGS[name], lambda i, small: lost(small, 0, 0))
+    assert steps == [0, 0] and same(found, whole(CONFIGS[name]))
 
 
 APART = [
@@ -168,27 +165,9 @@ def test_cut_off_stop_at_unlike_steps(name: str) -> None:
     a delay 8 and 9, while a payload is under way): no exchange lies between. Each goes on from
     where it was; nothing is lost.
     """
-    config, steps = CONFIGS[name], [9, 8] if "late" in name else [11, 9]
-
-    def first(i: int, topology: Topology) -> Any:
-        small = Small(topology, config)
-        small.train(steps[i])
-        return left(small)
-
-    def second(i: int, topology: Topology) -> Any:
-        small = Small(topology, config, seed=99, saved=saved[i])
-        begun = small.exchange.step
-        small.train(STEPS)
-        return begun, end_of(small)
-
-    saved: list[Any] = []
-    expected = whole(config)
-    saved.extend(values(threaded.islands(first)))
-    found = values(threaded.islands(second))
-    assert (
-        [b for b, _ in found],
-        all((same(a, b) for (_, a), b in zip(found, expected, strict=True))),
-    ) == (steps, True)
+    stops = [9, 8] if "late" in name else [11, 9]
+    steps, found = lives(CONFIGS[name], lambda i, small: small.train(stops[i]), timeout=10.0)
+    assert steps == stops and same(found, whole(CONFIGS[name]))
 
 
 @pytest.mark.parametrize("name", ["diloco", "consensus", "released, averaged", "local_sgd"])
@@ -197,30 +176,16 @@ def test_cut_off_stop_before_begun_exchange(name: str) -> None:
     """One island stops before an exchange that the other had begun. Island 1 leaves after step 7 of
     periods of 4, or of 2: island 0 loses it in the exchange of step 8, which both make up for.
     """
-    config = CONFIGS[name]
 
-    def first(i: int, topology: Topology) -> Any:
-        small = Small(topology, config)
+    def first(i: int, small: Small) -> None:
         if i == 1:
             small.train(7)
         else:
             with pytest.raises(PeerLost):
                 small.train(STEPS)
-        return left(small)
 
-    def second(i: int, topology: Topology) -> Any:
-        small = Small(topology, config, seed=99, saved=saved[i])
-        small.train(STEPS)
-        return end_of(small)
-
-    saved: list[Any] = []
-    expected = whole(config)
-    saved.extend(values(threaded.islands(first, timeout=3)))
-    found = values(threaded.islands(second))
-    assert (
-        [s[2]["step"] for s in saved],
-        all((same(a, b) for a, b in zip(found, expected, strict=True))),
-    ) == ([8, 7], True)
+    steps, found = lives(CONFIGS[name], first)
+    assert steps == [8, 7] and same(found, whole(CONFIGS[name]))
 
 
 @in_ranks(1, 1, timeout=100)
@@ -232,25 +197,18 @@ def test_cut_off_only_some_can_repeat() -> None:
 
     def first(i: int, topology: Topology) -> Any:
         small = Small(topology, config)
-        cut_after(small.exchange, 7, 0)
-        with pytest.raises(PeerLost):
-            small.train(STEPS)
+        lost(small, 7, 0)
         return left(small)
 
     def second(i: int, topology: Topology) -> Any:
         params, optimizer, state = saved[i]
-        small = Small(
-            topology,
-            config,
-            seed=99,
-            saved=(params, optimizer, {**state, "in_flight": [] if i else state["in_flight"]}),
-        )
+        state = {**state, "in_flight": [] if i else state["in_flight"]}
+        small = Small(topology, config, seed=99, saved=(params, optimizer, state))
         small.train(STEPS)
         small.exchange.finish()
         return small.exchange.digests_equal(), [bool(p.isfinite().all()) for p in small.params]
 
-    saved: list[Any] = []
-    saved.extend(values(threaded.islands(first, timeout=3)))
+    saved = values(threaded.islands(first, timeout=3))
     assert values(threaded.islands(second)) == [(True, [True, True])] * 2
 
 

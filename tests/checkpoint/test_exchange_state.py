@@ -14,6 +14,8 @@ from fsdp_demo.checkpoint import load_exchange, save_exchange
 from fsdp_demo.checkpoint.files import read_part, write_part
 from fsdp_demo.tools.inspect import inspect
 
+from ..support.damage import cut, flip
+
 
 def attached(preset="diloco", model=None, state=None, lr=0.1, **changes):
     """A single replica that exchanges with nobody."""
@@ -103,16 +105,6 @@ def test_part_head_names_its_rank(tmp_path):
 # -- what is refused -----------------------------------------------------------------------------
 
 
-def cut(path, keep):
-    path.write_bytes(path.read_bytes()[:keep])
-
-
-def flip(path, at=-3):
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(bytes(content))
-
-
 def newer(path):
     sealed = json.loads(path.read_text())
     part = json.loads(sealed["part"])
@@ -147,7 +139,7 @@ def test_part_damage_refused(tmp_path, name):
 def test_part_flipped_bit_found(tmp_path):
     """A flipped bit in the tensors is found when they are read."""
     saved(tmp_path)
-    flip(tmp_path / "rank0.safetensors")
+    flip(tmp_path / "rank0.safetensors", -3)
     found = load_exchange(tmp_path)  # only heads
     with pytest.raises(ValueError, match="damaged: checksum"):
         attached(state=found, period=2)

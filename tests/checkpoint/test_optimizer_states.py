@@ -12,9 +12,10 @@ import torch
 import torch.distributed.checkpoint  # before the first fork: it takes a second
 
 import fsdp_demo
-from fsdp_demo.checkpoint import CheckpointManager, RunState
 from fsdp_demo.errors import NotFinite
 from fsdp_demo.rendezvous.topology import Topology
+
+from ..support.plain_loop import PlainLoop
 
 STOP, STEPS = 3, 6
 REFUSED = ("LBFGS", "SparseAdam")  # several closures a step; sparse gradients
@@ -88,40 +89,23 @@ MORE = {
 }
 
 
-class Job:
+class Job(PlainLoop):
     """One replica; `kind` names the optimizer."""
 
     def __init__(self, folder, kind, resume=False, fresh=False, seed=0, preset="diloco"):
         torch.manual_seed(seed)
         layers = torch.nn.Linear(8, 16, bias=False), torch.nn.Linear(16, 4, bias=False)
-        self.model = torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1])
+        model = torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1])
         make = MORE.get(kind) or (lambda p: OF_TORCH[kind](p, lr=1e-2))
-        self.optimizer = make(self.model.parameters())
-        self.topology = Topology.from_env({})
-        manager = CheckpointManager(folder / self.topology.name, self.topology)
-        self.state = RunState(manager, self.model, self.optimizer)
-        self.state.restore(resume, fresh=fresh)
         changes = {"inner_optimizers": "as_is", "clip": None} if preset == "diloco" else {}
-        self.exchange = fsdp_demo.attach(
-            self.optimizer,
-            fsdp_demo.preset(preset, **changes),
-            model=self.model,
-            topology=self.topology,
-            step=self.state.step,
-            state=self.state.saved,
+        config, alone = fsdp_demo.preset(preset, **changes), Topology.from_env({})
+        super().__init__(
+            folder, model, make(model.parameters()), config, resume, alone, fresh=fresh
         )
 
-    def until(self, step):
-        while self.exchange.step < step:
-            generator = torch.Generator().manual_seed(self.exchange.step)
-            self.model(torch.randn(4, 8, generator=generator)).square().mean().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def close(self):
-        self.exchange.detach()
-        self.state.checkpoints.close()
-        return [p.detach().clone() for p in self.model.parameters()]
+    def loss(self):
+        generator = torch.Generator().manual_seed(self.exchange.step)
+        return self.model(torch.randn(4, 8, generator=generator)).square().mean()
 
 
 def stopped(folder, kind, **more):

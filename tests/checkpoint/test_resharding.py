@@ -14,8 +14,8 @@ import torch
 import fsdp_demo
 from fsdp_demo.checkpoint import load_exchange
 
-from ..support import resharded
-from ..support.resharded import SHAPES, STEP, Form
+from ..support import resharded, small
+from ..support.resharded import STEP, Form
 
 CHANGES = {  # keep every preset's channels small in time, large in variety
     "streaming_diloco": {"layers": 1, "period": 8, "delay": 3},
@@ -42,15 +42,9 @@ THOROUGH = [
     (n, CHANGES.get(n, {})) for n in ("demo", "decoupled_momentum", "desloc", "streaming_diloco")
 ]
 CASES = [
-    pytest.param(
-        name,
-        changes,
-        before,
-        after,
-        marks=() if number % 4 == 0 or (name, changes) in THOROUGH else pytest.mark.slow,
-    )
-    for number, (before, after) in enumerate(MOVES)
-    for name, changes in PRESETS
+    pytest.param(*preset, *move, marks=() if n % 4 == 0 or preset in THOROUGH else pytest.mark.slow)
+    for n, move in enumerate(MOVES)
+    for preset in PRESETS
 ]
 
 
@@ -64,17 +58,28 @@ def config(name: str, changes: dict) -> fsdp_demo.ExchangeConfig:
     return fsdp_demo.preset(name, **changes)
 
 
-def moved(saved: list, to: Form, conf: fsdp_demo.ExchangeConfig, folder) -> list[list]:
+def moved(saved: list, to: Form, conf: fsdp_demo.ExchangeConfig, folder, **options) -> list[list]:
     """Ranks of the new form, each with the state that it goes on with, from its island's own
     folder, or that of island 0.
     """
     folders = resharded.save(saved, folder)
-    ranks = resharded.all_ranks(conf, to, fill=False)
+    ranks = resharded.all_ranks(conf, to, fill=False, **options)
     for i, island in enumerate(ranks):
         found = load_exchange(folders[i if i < len(folders) else 0])
         for rank in island:
             rank.state = found.state_for(rank)
     return ranks
+
+
+def as_saved(rank, island: int) -> None:
+    """Each workspace of a rank has its parts of what the island has saved."""
+    for c in rank.channels:
+        channel, got = c.channel.name, rank.state["channels"][c.channel.name]
+        names = [c.host.params[j].name for j in c.covered]
+        assert set(got) == {"present", *c.state().workspaces}
+        for key in c.state().workspaces:
+            wanted = {n: resharded.value(island, channel, key, n) for n in names}
+            same(got[key], resharded.workspace(c, key, wanted), key)
 
 
 def same(got: torch.Tensor, wanted: torch.Tensor, key: str) -> None:
@@ -95,16 +100,11 @@ def test_resharding_other_shards(name, changes: dict, before: Form, after: Form,
     saved = resharded.all_ranks(conf, before)
     for i, island in enumerate(moved(saved, after, conf, tmp_path)):
         for rank in island:
+            as_saved(rank, i)
             for c in rank.channels:
-                channel, got = c.channel.name, rank.state["channels"][c.channel.name]
                 names = [c.host.params[j].name for j in c.covered]
-                assert set(got) == {"present", *c.state().workspaces}
-                for key in c.state().workspaces:
-                    wanted = {n: resharded.value(i, channel, key, n) for n in names}
-                    same(got[key], resharded.workspace(c, key, wanted), key)
-                assert got["present"] == [
-                    n != "one" and (n != "tied.weight" or i == 0) for n in names
-                ]
+                there = [n != "one" and (n != "tied.weight" or i == 0) for n in names]
+                assert rank.state["channels"][c.channel.name]["present"] == there
             assert rank.state["last"] == saved[0][0].state["last"]
             assert rank.state["step"] == STEP
         tokens = sum(rank.state["tokens"][0] for rank in island)
@@ -117,37 +117,19 @@ def test_resharding_other_islands(name: str, changes: dict, after: Form, tmp_pat
     """A saved exchange fits another number of islands. An island goes on with its own,
     bit for bit.
     """
-    conf = config(name, changes)
+    conf, kept = config(name, changes), ("channels", "last", "step", "tokens")
     saved = resharded.all_ranks(conf, Form(2, 2))
     for old, new in zip(saved, moved(saved, after, conf, tmp_path), strict=False):
         for a, b in zip(old, new, strict=True):
-            assert_equal(a.state, b.state)
-
-
-def assert_equal(a: dict, b: dict) -> None:
-    for channel, kept in a["channels"].items():
-        for key, work in kept.items():
-            got = b["channels"][channel][key]
-            assert got == work if key == "present" else torch.equal(got, work), (channel, key)
-    assert {k: a[k] for k in ("last", "step", "tokens")} == {
-        k: b[k] for k in ("last", "step", "tokens")
-    }
+            assert [key for key in kept if not small.same(a.state[key], b.state[key])] == []
 
 
 @pytest.mark.parametrize("name, changes", PRESETS)
 def test_resharding_other_parameter_order(name: str, changes: dict, tmp_path) -> None:
     """Parameters in another order are found by name."""
     conf, form = config(name, changes), Form(1, 2)
-    (folder,) = resharded.save(resharded.all_ranks(conf, form), tmp_path)
-    for place in form.places(0):
-        rank = resharded.make(conf, form, 0, place, backwards=True)
-        state = load_exchange(folder).state_for(rank)
-        for c in rank.channels:
-            names = [c.host.params[j].name for j in c.covered]
-            for key in c.state().workspaces:
-                wanted = {n: resharded.value(0, c.channel.name, key, n) for n in names}
-                got = state["channels"][c.channel.name][key]
-                same(got, resharded.workspace(c, key, wanted), key)
+    for rank in moved(resharded.all_ranks(conf, form), form, conf, tmp_path, backwards=True)[0]:
+        as_saved(rank, 0)
 
 
 @pytest.mark.parametrize("before, after", [(Form(2, 2), Form(2, 3)), (Form(2, 3), Form(2, 2))])
@@ -156,27 +138,10 @@ def test_resharding_flattened_stretches(before: Form, after: Form, tmp_path) -> 
     one tensor on a rank or none.
     """
     conf = config("diloco", {})
-
-    def flat(form: Form, fill: bool) -> list[list]:
-        return [
-            [resharded.make(conf, form, i, p, fill, flat=True) for p in form.places(i)]
-            for i in range(form.islands)
-        ]
-
-    folders = resharded.save(flat(before, True), tmp_path)
-    for i, island in enumerate(flat(after, False)):
+    saved = resharded.all_ranks(conf, before, flat=True)
+    for i, island in enumerate(moved(saved, after, conf, tmp_path, flat=True)):
         for rank in island:
-            state = load_exchange(folders[i]).state_for(rank)
-            (c,) = rank.channels
-            for key in ("anchor", "momentum"):
-                parts = [
-                    resharded.value(i, "delta", key, p.name).flatten()[
-                        p.offset : p.offset + p.shape[0]
-                    ]
-                    for p in rank.host.params
-                ]
-                wanted = c.layout.pack(parts, c.layout.new("cpu"))
-                assert torch.equal(state["channels"]["delta"][key], wanted)
+            as_saved(rank, i)
 
 
 DELAYED = [
@@ -230,39 +195,31 @@ def test_resharding_mesh_of_other_replicas(shards: int, tmp_path, caplog) -> Non
 
 def test_resharding_errors(tmp_path) -> None:
     """A missing part, another preset and other settings are refused."""
-    conf = config("diloco", {})
-    folders = resharded.save(resharded.all_ranks(conf, Form(2, 2)), tmp_path)
-    rank = resharded.make(conf, Form(2, 1), 0, Form(2).places(0)[0])
-    (folders[0] / "rank1.json").unlink()
-    with pytest.raises(ValueError, match="lacks the part of island 0, rank 1"):
-        load_exchange(folders[0]).state_for(rank)
-    folders = resharded.save(resharded.all_ranks(conf, Form(2, 2)), tmp_path / "other")
-    other = resharded.make(config("demo", {}), Form(2, 1), 0, Form(2).places(0)[0])
-    with pytest.raises(ValueError, match="was saved by preset 'diloco', this run has 'demo'"):
-        load_exchange(folders[0]).state_for(other)
-    other = resharded.make(config("diloco", {"momentum": 0.0}), Form(2), 0, Form(2).places(0)[0])
-    with pytest.raises(
-        ValueError,
-        match=r"saved state has \['anchor', 'momentum'\], this configuration keeps \['anchor'\]",
-    ):
-        load_exchange(folders[0]).state_for(other)
-    rank.host.params[0] = replace(rank.host.params[0], shape=(124, 61))
-    with pytest.raises(
-        ValueError, match=r"layers.0.weight of shape \(124, 122\) lies as \(124, 61\)"
-    ):
-        load_exchange(folders[0]).state_for(rank)
+    conf, place = config("diloco", {}), Form(2).places(0)[0]
+    (folder, _) = resharded.save(resharded.all_ranks(conf, Form(2, 2)), tmp_path)
+
+    def refused(said: str, rank) -> None:
+        with pytest.raises(ValueError, match=said):
+            load_exchange(folder).state_for(rank)
+
+    other = resharded.make(config("demo", {}), Form(2), 0, place)
+    refused("was saved by preset 'diloco', this run has 'demo'", other)
+    other = resharded.make(config("diloco", {"momentum": 0.0}), Form(2), 0, place)
+    kept = r"saved state has \['anchor', 'momentum'\], this configuration keeps \['anchor'\]"
+    refused(kept, other)
+    rank = resharded.make(conf, Form(2), 0, place)
+    first = rank.host.params[0]
+    rank.host.params[0] = replace(first, shape=(124, 61))
+    refused(r"layers.0.weight of shape \(124, 122\) lies as \(124, 61\)", rank)
+    rank.host.params[0] = first
+    (folder / "rank1.json").unlink()
+    refused("lacks the part of island 0, rank 1", rank)
 
 
 def test_resharding_low_precision_parameters(tmp_path) -> None:
     """bf16 parameters keep `written` beside the anchor."""
-    conf, form = config("diloco", {}), Form(1, 2)
-    saved = [
-        [resharded.make(conf, form, 0, p, fill=True, dtype=torch.bfloat16) for p in form.places(0)]
-    ]
-    found = load_exchange(resharded.save(saved, tmp_path)[0])
-    rank = resharded.make(conf, Form(1, 1), 0, Form(1).places(0)[0], dtype=torch.bfloat16)
-    wanted = {n: resharded.value(0, "delta", "written", n) for n in SHAPES}
-    assert torch.equal(
-        found.state_for(rank)["channels"]["delta"]["written"],
-        resharded.local(rank.channels[0], rank.channels[0].position, wanted),
-    )
+    conf, bf16 = config("diloco", {}), {"dtype": torch.bfloat16}
+    saved = resharded.all_ranks(conf, Form(1, 2), **bf16)
+    ((rank,),) = moved(saved, Form(1), conf, tmp_path, **bf16)
+    assert "written" in rank.state["channels"]["delta"]
+    as_saved(rank, 0)

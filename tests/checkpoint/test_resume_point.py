@@ -12,28 +12,12 @@ import torch
 
 import fsdp_demo
 from fsdp_demo.checkpoint import CheckpointManager, folders
-from fsdp_demo.checkpoint.files import read_part, write_part
 from fsdp_demo.errors import NeedsDecision
 
+from ..support.damage import changed_head, flip
+from ..support.inside import in_ranks
 from .test_run_state import Job
 from .test_saves import leave, names, single
-
-
-def changed_head(checkpoint: Path, **changes: Any) -> None:
-    """Write the exchange's part of a whole checkpoint of one rank anew, with another head."""
-    head, tree = read_part(checkpoint / "exchange" / "rank0.json")
-    kept = {k: v for k, v in head.items() if k not in ("format", "package", "file")}
-    write_part(checkpoint / "exchange", "rank0", kept | changes, tree)
-    (checkpoint / folders.MANIFEST).unlink()
-    folders.sum_up(checkpoint, 0, 1)
-    folders.seal(checkpoint, int(head["step"]), 1)
-
-
-def flip(path: Path) -> None:
-    """Change one bit in the middle of a file."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def moved(model: Path) -> None:
@@ -47,9 +31,15 @@ def moved(model: Path) -> None:
         save_file(tensors, path, about)
 
 
-def parted(me: Any) -> Any:
-    """Three islands save step 4, right after an exchange; the third one's has then another history
-    and other weights. What `take_over` finds, then steps and weights of `auto`, and its log.
+def weights(job: Any) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in job.model.parameters()])
+
+
+@in_ranks(3, 1)
+def test_resume_unlike_history_takes_over(me: Any) -> None:
+    """An island whose checkpoint has another history than those of the others does not load it: all
+    begin at the anchor. What is logged before `attach` is seen. Three islands save step 4, right
+    after an exchange; the third one's has then another history and other weights.
     """
     logging.getLogger().handlers.clear()  # as in a script that sets up no logging
     job = Job(me.folder, False, 5)
@@ -59,36 +49,24 @@ def parted(me: Any) -> Any:
         anchor = weights(job)
     job.exchange.finish()
     job.state.finish()
-    home = me.folder / f"island{me.island}"
-    if me.island == 2:
-        moved(home / "checkpoint-4" / "model")
-        changed_head(home / "checkpoint-4", history="b" * 16)
+    other, place = me.island == 2, me.folder / f"island{me.island}" / "checkpoint-4"
+    if other:
+        moved(place / "model")
+        changed_head(place, history="b" * 16)
     else:
-        changed_head(home / "checkpoint-4", participants=[0, 1])
+        changed_head(place, participants=[0, 1])
     os.environ["ISLAND_RUN"] += "-again"
-    manager = CheckpointManager(home, fsdp_demo.Topology.from_env())
+    manager = CheckpointManager(place.parent, fsdp_demo.Topology.from_env())
     point = manager.resume_point(take_over=True)
     assert point is not None and point.tells and point.step == 4 and manager.common == -1
+    assert (point.folder == place) == (not other)
     again = Job(me.folder, "auto", 6 + me.island)
-    begun = point.folder == home / "checkpoint-4", again.state.step, again.exchange.step
-    equal = torch.equal(weights(again), anchor)
+    assert (again.state.step, again.exchange.step) == (0 if other else 4, 4)
+    assert torch.equal(weights(again), anchor)
     again.exchange.detach()
-    return begun, equal, me.log.read_text()
-
-
-def weights(job: Any) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in job.model.parameters()])
-
-
-def test_resume_unlike_history_takes_over(run_ranks: Any) -> None:
-    """An island whose checkpoint has another history than those of the others does not load it: all
-    begin at the anchor. What is logged before `attach` is seen.
-    """
-    for island, (begun, equal, said) in enumerate(run_ranks(parted, islands=3, procs=1)):
-        assert begun == ((False, 0, 4) if island == 2 else (True, 4, 4)) and equal
-        resumed = f"[island{island}] resumed from checkpoint of step 4" in said
-        assert resumed == (island < 2), said
-        assert ("holds nothing of step 4 that fits" in said) == (island == 2)
+    said = me.log.read_text()
+    assert (f"[island{me.island}] resumed from checkpoint of step 4" in said) == (not other), said
+    assert ("holds nothing of step 4 that fits" in said) == other
 
 
 def test_resume_damaged_only_refused(tmp_path: Path, caplog: Any) -> None:
@@ -106,27 +84,25 @@ def test_resume_damaged_only_refused(tmp_path: Path, caplog: Any) -> None:
     assert single(tmp_path).resume_point("auto") is None
 
 
-def test_resume_damaged_newest_all_fall_back(run_ranks: Any) -> None:
+@in_ranks(2, 1)
+def test_resume_damaged_newest_all_fall_back(me: Any) -> None:
     """Where the newest checkpoint of an island is damaged, all go on from the one before it; an
     island that has damaged ones alone takes over.
     """
-
-    def job(me: Any) -> Any:
-        home, topology = me.folder / f"home{me.island}", fsdp_demo.Topology.from_env()
-        first = CheckpointManager(home, topology)
-        for step in (4, 8):
-            flipped = leave(first, step, delta=step)
-            if me.island == 0 and step == 8:
-                flip(flipped / "exchange" / "rank0.json")
-        one = CheckpointManager(home, topology).resume_point("auto")
-        found = names(home)
-        if me.island == 0:
-            flip(home / "checkpoint-4" / "exchange" / "rank0.json")
-        two = CheckpointManager(home, topology).resume_point("auto")
-        return one.step, found, two.step, two.folder is None, me.log.read_text()
-
-    (a, b) = run_ranks(job, islands=2, procs=1)
-    assert a[0] == b[0] == 4 and b[1] == ["checkpoint-4"]
-    assert a[2:4] == (8, True) and b[2:4] == (8, False)
-    assert "checkpoint-8/exchange/rank0.json is damaged" in a[4] and "it is left out" in a[4]
-    assert "newer than step 4, from which training goes on: checkpoint-8" in b[4]
+    home, damaged = me.folder / f"home{me.island}", me.island == 0
+    topology = fsdp_demo.Topology.from_env()
+    first = CheckpointManager(home, topology)
+    for step in (4, 8):
+        place = leave(first, step, delta=step)
+    if damaged:
+        flip(place / "exchange" / "rank0.json")
+    assert CheckpointManager(home, topology).resume_point("auto").step == 4
+    assert damaged or names(home) == ["checkpoint-4"]
+    if damaged:
+        flip(home / "checkpoint-4" / "exchange" / "rank0.json")
+    point, log = CheckpointManager(home, topology).resume_point("auto"), me.log.read_text()
+    assert point.step == 8 and (point.folder is None) == damaged
+    if damaged:
+        assert "checkpoint-8/exchange/rank0.json is damaged" in log and "it is left out" in log
+    else:
+        assert "newer than step 4, from which training goes on: checkpoint-8" in log

@@ -18,58 +18,38 @@ from fsdp_demo.checkpoint.run_state import random_states, set_random_states
 
 from ..support.heard import heard
 from ..support.inside import in_ranks
+from ..support.plain_loop import PlainLoop
+from ..support.small import same
 
 STEPS, STOP = 6, 3
 
 
-class Job:
-    """A small loop in plain torch, whose dropout and data draw from torch's generator."""
+class Job(PlainLoop):
+    """A small loop, whose dropout and data draw from torch's generator."""
+
+    rows = 0
 
     def __init__(self, folder, resume, seed, delay=0):
         torch.manual_seed(seed)
-        self.model = torch.nn.Sequential(
+        model = torch.nn.Sequential(
             torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)
         )
         config = fsdp_demo.load_config("diloco", ["period=2", f"delta.schedule.delay={delay}"])
-        self.optimizer = fsdp_demo.base_optimizer(config, self.model.named_parameters(), 0.01)
-        topology = fsdp_demo.Topology.from_env()
-        self.state = state = RunState(
-            CheckpointManager(folder / topology.name, topology),
-            self.model,
-            self.optimizer,
-            {"seed": seed},
-        )
-        state.restore(resume)
-        self.exchange = fsdp_demo.attach(
-            self.optimizer,
-            config,
-            model=self.model,
-            topology=topology,
-            step=state.step,
-            state=state.saved,
-        )
-        self.rows = state.extra.get("rows", 0)
-        state.restore_random()
+        optimizer = fsdp_demo.base_optimizer(config, model.named_parameters(), 0.01)
+        super().__init__(folder, model, optimizer, config, resume, facts={"seed": seed})
+        self.rows = self.state.extra.get("rows", 0)
 
     def extra(self):
         return {"rows": self.rows, "seen": torch.tensor([self.rows])}
 
-    def until(self, step):
-        while self.exchange.step < step:
-            self.model(torch.randn(3, 4)).square().sum().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.rows += 3
+    def loss(self):
+        self.rows += 3
+        return self.model(torch.randn(3, 4)).square().sum()
 
     def numbers(self):
-        moments = [
-            v.clone() for p in self.model.parameters() for v in self.optimizer.state[p].values()
-        ]
-        return (
-            [p.detach().clone() for p in self.model.parameters()]
-            + moments
-            + [torch.tensor(self.rows)]
-        )
+        states = [self.optimizer.state.get(p, {}) for p in self.model.parameters()]
+        moments = [v.clone() for state in states for v in state.values()]
+        return [*super().numbers(), *moments, torch.tensor(self.rows)]
 
 
 @pytest.mark.parametrize("how", ["waiting", "behind", "last"])
@@ -78,23 +58,20 @@ def test_run_state_resume_bit_for_bit(me, how):
     """A restored run is the uninterrupted one, bit for bit: it was left after STOP steps and
     restored from other weights.
     """
-    delay, run = 1, os.environ["ISLAND_RUN"]
-    whole = Job(me.folder, False, me.island, delay=delay)
+    run = os.environ["ISLAND_RUN"]
+    whole = Job(me.folder, False, me.island, delay=1)
     whole.until(STOP)
-    wait, last = how != "behind", how == "last"
-    whole.state.save(whole.exchange, whole.extra, wait=wait, last=last)
+    whole.state.save(whole.exchange, whole.extra, wait=how != "behind", last=how == "last")
     whole.until(STEPS)
-    whole.exchange.finish()
-    whole.state.checkpoints.close()
+    end = whole.finish()
     os.environ["ISLAND_RUN"] = f"{run}-again"
-    again = Job(me.folder, True, 100 + me.island, delay=delay)
+    again = Job(me.folder, True, 100 + me.island, delay=1)
     begun = again.state.step, again.state.same, again.rows, int(again.state.extra["seen"])
     again.until(STEPS)
     again.exchange.finish()
     again.state.finish()
-    assert begun == (STOP, True, 3 * STOP, 3 * STOP)
-    assert all(torch.equal(a, b) for a, b in zip(whole.numbers(), again.numbers(), strict=True))
-    left = [p.name for p in again.state.checkpoints.root.iterdir() if p.name[0] != "."]
+    assert begun == (STOP, True, 3 * STOP, 3 * STOP) and same(end, again.numbers())
+    left = [p.name for p in again.checkpoints.root.iterdir() if p.name[0] != "."]
     assert left == [f"checkpoint-{STOP}"]
 
 
@@ -120,27 +97,22 @@ def test_run_state_random_states_per_rank(me):
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_run_state_files_and_keys(run_ranks):
+@in_ranks(1, 1)
+def test_run_state_files_and_keys(me):
     """The files and keys of a checkpoint are a format: tools and older runs read them."""
-
-    def job(me):
-        one = Job(me.folder, False, 5)
-        one.until(1)
-        one.state.save(one.exchange, one.extra)
-        root = one.state.checkpoints.path(1)
-        head, loop = read_part(root / "loop" / "rank0.json")
-        files = sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
-        return files, sorted(loop), [head[k] for k in ("step", "rank", "world")]
-
-    ((files, loop, head),) = run_ranks(job, islands=1, procs=1)
-    parts = [
-        f"{kind}/rank0.{end}" for kind in ("exchange", "loop") for end in ("json", "safetensors")
-    ]
-    assert [f for f in files if not f.startswith("model/")] == sorted(
-        [*parts, "facts.json", "manifest.json"]
-    )
-    assert any(f.startswith("model/") and f.endswith(".safetensors") for f in files)
-    assert loop == ["random", "rows", "seen"] and head == [1, 0, 1]
+    one = Job(me.folder, False, 5)
+    one.until(1)
+    one.state.save(one.exchange, one.extra)
+    root = one.checkpoints.path(1)
+    head, loop = read_part(root / "loop" / "rank0.json")
+    files = {str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()}
+    model = {f for f in files if f.startswith("model/")}
+    kinds, ends = ("exchange", "loop"), ("json", "safetensors")
+    parts = {f"{kind}/rank0.{end}" for kind in kinds for end in ends}
+    assert files - model == {*parts, "facts.json", "manifest.json"}
+    assert any(f.endswith(".safetensors") for f in model)
+    assert sorted(loop) == ["random", "rows", "seen"]
+    assert [head[k] for k in ("step", "rank", "world")] == [1, 0, 1]
 
 
 def test_run_state_optimizer_objects_refused(tmp_path):
@@ -252,14 +224,11 @@ RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
 def test_run_state_recipes_import_public_names(script):
     """The scripts that users copy import public names only."""
     for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in (
-            "fsdp_demo",
-            "deepspeed_ext",
-        ):
-            if node.module.startswith("fsdp_demo.integrations."):
-                continue
-            assert node.module in PUBLIC, f"{script.name}:{node.lineno} imports from {node.module}"
-            names = getattr(__import__(node.module, fromlist=["*"]), "__all__", None)
-            assert names is None or {alias.name for alias in node.names} <= set(names), (
-                f"{script.name}:{node.lineno}"
-            )
+        module = getattr(node, "module", None) or ""
+        ours = module.partition(".")[0] in ("fsdp_demo", "deepspeed_ext")
+        if not ours or module.startswith("fsdp_demo.integrations."):
+            continue
+        assert module in PUBLIC, f"{script.name}:{node.lineno} imports from {module}"
+        public = getattr(__import__(module, fromlist=["*"]), "__all__", None)
+        names = {alias.name for alias in node.names}
+        assert public is None or names <= set(public), f"{script.name}:{node.lineno}"

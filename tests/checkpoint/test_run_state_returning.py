@@ -7,6 +7,8 @@ from __future__ import annotations
 import logging
 import os
 import time
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +16,13 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import preset
-from fsdp_demo.checkpoint import CheckpointManager, RunState
 
 from ..exchange.test_survivors import ENV, Small, backward
-from ..support.forked import forked
+from ..support.damage import changed_head, flip
+from ..support.forked import returns
 from ..support.heard import heard
-
-pytest.importorskip("zmq")
+from ..support.plain_loop import PlainLoop
+from ..support.small import same
 
 CASES = {
     "demo": preset("demo", inner_optimizer="adamw"),
@@ -30,22 +32,12 @@ CASES = {
 
 
 def life(me: Any, case: str, dies: int = 0) -> Any:
-    """One life of a loop as in the docstring of `RunState`: a checkpoint after every fourth
-    step.
-    """
-    lines = heard(logging.INFO)
-    model = Small()
+    """One life: a checkpoint after every fourth step."""
+    lines, model, ends = heard(logging.INFO), Small(), me.folder.parent / "ends"
     optimizer = fsdp_demo.base_optimizer(CASES[case], model.named_parameters(), lr=1e-2)
-    topology, ends = fsdp_demo.Topology.from_env(), me.folder.parent / "ends"
-    state = RunState(
-        CheckpointManager(me.folder.parent / f"disk{me.island}", topology, keep=4), model, optimizer
-    )
-    state.restore("auto")
-    exchange = fsdp_demo.attach(
-        optimizer, CASES[case], model=model, topology=topology, step=state.step, state=state.saved
-    )
+    loop = PlainLoop(me.folder.parent / "disk", model, optimizer, CASES[case], "auto", keep=4)
+    exchange, saved = loop.exchange, me.folder.parent / f"moments{me.island}.pt"
     moments = [optimizer.state[p]["exp_avg"].clone() for p in model.parameters()]
-    saved = me.folder.parent / f"moments{me.island}.pt"
     if exchange.newcomer:
         ends.with_suffix(".part").write_text(str(exchange.step + 30))
         os.replace(ends.with_suffix(".part"), ends)
@@ -62,41 +54,27 @@ def life(me: Any, case: str, dies: int = 0) -> Any:
             # the others wait for the start of a process here, and until it takes part
             time.sleep(0.05)
         if exchange.step % 4 == 0 and exchange.step < 9:
-            state.save(exchange)
+            loop.state.save(exchange)
             if exchange.step <= 4:
                 torch.save([optimizer.state[p]["exp_avg"] for p in model.parameters()], saved)
     exchange.finish(close=False)
     equal = exchange.digests_equal()
     exchange.finish()
-    anchor = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return (
-        exchange.step,
-        equal,
-        anchor,
-        all(map(torch.equal, moments, torch.load(saved))),
-        [t for t in lines if "MiB fetched" in t or "moments" in t],
-    )
+    own = all(map(torch.equal, moments, torch.load(saved)))
+    said = [t for t in lines if "MiB fetched" in t or "moments" in t]
+    return exchange.step, equal, loop.numbers(), own, said
 
 
-def comes_back(run_ranks: Any, case: str, between: Any = None) -> Any:
+def comes_back(run_ranks: Any, case: str, spoil: Any = lambda checkpoint: None) -> Any:
     """Island 1 dies after the save of step 4, lacks that of step 8, and lives again."""
 
     def run(me: Any) -> Any:
-        if me.island == 1 and (child := forked()):
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-            if between is not None:
-                between(me.folder.parent / "disk1" / "checkpoint-4" / "exchange" / "rank0.json")
-            return life(me, case)
-        try:
-            return life(me, case, dies=6 if me.island == 1 else 0)
-        finally:
-            if me.island == 1:
-                os._exit(1)
+        saved = me.folder.parent / "disk" / "island1" / "checkpoint-4"
+        return returns(me, partial(life, case=case), lambda: spoil(saved))
 
-    (ended, equal, kept, *_), (again, same, came, own, said) = run_ranks(
-        run, islands=2, procs=1, timeout=150, env=ENV
-    )
-    assert ended == again and equal and same and torch.equal(kept, came)
+    ranks = run_ranks(run, islands=2, procs=1, timeout=150, env=ENV)
+    (ended, equal, kept, *_), (again, alike, came, own, said) = ranks
+    assert ended == again and equal and alike and same(kept, came)
     return own, said
 
 
@@ -112,26 +90,14 @@ def test_returning_island_keeps_own_moments(run_ranks, case: str) -> None:
     assert "from a snapshot" in said[1]
 
 
-def torn(part: Any) -> None:
+def torn(checkpoint: Path) -> None:
     """A byte of the model has changed."""
-    tensors = next((part.parents[1] / "model").glob("*.safetensors"))
-    data = bytearray(tensors.read_bytes())
-    data[-1] ^= 1
-    tensors.write_bytes(data)
+    flip(next((checkpoint / "model").glob("*.safetensors")), -1)
 
 
-def forged(part: Any) -> None:
+def forged(checkpoint: Path) -> None:
     """As another run would have left it: all sums fit."""
-    from fsdp_demo.checkpoint import folders
-    from fsdp_demo.checkpoint.files import read_part, write_part
-
-    head, tree = read_part(part)
-    head = {k: v for k, v in head.items() if k not in ("format", "package", "file")}
-    write_part(part.parent, "rank0", head | {"run": "else"}, tree)
-    checkpoint = part.parents[1]
-    (checkpoint / folders.MANIFEST).unlink()
-    folders.sum_up(checkpoint, 0, 1)
-    folders.seal(checkpoint, 4, 1)
+    changed_head(checkpoint, run="else")
 
 
 SPOILT = [(forged, "it is of run 'else'"), (torn, "checksum does not fit")]

@@ -1,5 +1,5 @@
-"""Checkpoints through faults: refused resumes, full disks, torn leavings, swapped folders,
-processes that wake too late, a silent store.
+"""Checkpoints through faults: refused resumes, full disks, torn leavings, processes that wake too
+late, a silent store.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -55,13 +54,12 @@ def names(root):
     return sorted(p.parent.name for p in root.glob(f"*/{MANIFEST}"))
 
 
-def leave(kept, step, island=None, **applied):
+def leave(kept, step, **applied):
     """What an island saves on its way out, with an exchange's part, as RunState does. All its ranks
     come together.
     """
     topology = kept.topology
-    head = {"islands": topology.islands, "step": step}
-    head["island"] = topology.island if island is None else island
+    head = {"islands": topology.islands, "step": step, "island": topology.island}
     head |= {"applied": applied} if applied else {}
 
     def write(folder):
@@ -74,13 +72,12 @@ def leave(kept, step, island=None, **applied):
 # -- what is newer is put aside, not deleted -----------------------------------------------------
 
 
-def lives(me, after):
-    """Five checkpoints; a second life in which island 1 sees only the first; `after` what the third
-    does.
+def second_life(me):
+    """Five checkpoints, and a second life in which island 1 sees only the first: the folder of the
+    first life, and the manager of the second.
     """
-    topology = fsdp_demo.Topology.from_env()
-    home = me.folder / f"home{me.island}"
-    stale = me.folder / "stale"
+    topology, home = fsdp_demo.Topology.from_env(), me.folder / f"home{me.island}"
+    stale, every = me.folder / "stale", [f"checkpoint-{s}" for s in range(10, 60, 10)]
     first = CheckpointManager(home, topology, keep=9)
     first.resume_point(False)
     for step in range(10, 60, 10):
@@ -89,51 +86,35 @@ def lives(me, after):
     if me.island == 1:
         shutil.copytree(home / "checkpoint-10", stale / "checkpoint-10")
     second = CheckpointManager(stale if me.island else home, topology)
-    out = [
-        second.resume_point().step,
-        names(home),
-        sorted(p.parent.name for p in home.glob(f"*/{ASIDE}")),
-    ]
-    return [*out, after(me, topology, home, second)]
+    assert second.resume_point().step == 10
+    aside = sorted(p.parent.name for p in home.glob(f"*/{ASIDE}"))
+    assert (names(home), aside) == ((every, []) if me.island else (every[:1], every[1:]))
+    return home, second
 
 
-def refused(me, topology, home, second):
-    second.close()  # attach would refuse a wrong preset here
-    third = CheckpointManager(home, topology)
-    step = third.resume_point().step
-    third.verify(third.path(step))
-    return step, names(home), any(home.glob(f"*/{ASIDE}"))
-
-
-def test_save_refused_resume_leaves_all(run_ranks):
+@in_ranks(2, 1)
+def test_save_refused_resume_leaves_all(me):
     """A refused resume leaves all checkpoints usable."""
-    every = [f"checkpoint-{s}" for s in range(10, 60, 10)]
-    for island, (step, there, aside, (again, whole, left)) in enumerate(
-        run_ranks(lives, islands=2, procs=1, args=(refused,))
-    ):
-        assert step == 10 and again == 50 and whole == every and not left
-        assert (there, aside) == ((every[:1], every[1:]) if island == 0 else (every, []))
+    home, second = second_life(me)
+    second.close()  # attach would refuse a wrong preset here
+    third = CheckpointManager(home, second.topology)
+    assert third.resume_point().step == 50
+    third.verify(third.path(50))
+    assert names(home) == [f"checkpoint-{s}" for s in range(10, 60, 10)]
+    assert not any(home.glob(f"*/{ASIDE}"))
 
 
-def common(me, topology, home, second):
+@in_ranks(2, 1)
+def test_save_aside_removed_after_common(me):
+    """Checkpoints that were put aside are removed when the new life has a common checkpoint."""
+    home, second = second_life(me)
     for step in (20, 30):
         second.save(step, text)
-        meet(me, step)
+        me.meet(step)
     second.save(40, text)
     second.close()
-    return any(home.glob(f"*/{ASIDE}")), names(second.root)
-
-
-def meet(me, turn):
-    (me.folder / f"turn{turn}.{me.rank}").touch()
-    while len(list(me.folder.glob(f"turn{turn}.*"))) < me.islands * me.procs:
-        time.sleep(0.01)
-
-
-def test_save_aside_removed_after_common(run_ranks):
-    """Checkpoints that were put aside are removed when the new life has a common checkpoint."""
-    (_, _, aside, (left, there)), _ = run_ranks(lives, islands=2, procs=1, args=(common,))
-    assert len(aside) == 4 and not left and there[-2:] == ["checkpoint-30", "checkpoint-40"]
+    assert names(second.root)[-2:] == ["checkpoint-30", "checkpoint-40"]
+    assert not any(home.glob(f"*/{ASIDE}"))
 
 
 def test_save_given_up_stays_aside(tmp_path):
@@ -182,7 +163,9 @@ def test_save_aside_listed_and_taken_back(tmp_path, caplog):
 # -- joined between two exchanges ----------------------------------------------------------------
 
 
-def unlike(me):
+@in_ranks()
+def test_save_unlike_steps_between_exchanges(me):
+    """Islands that saved at unlike steps between two exchanges go on from their own."""
     topology, home = fsdp_demo.Topology.from_env(), me.folder / f"home{me.island}"
     first = CheckpointManager(home, topology)
 
@@ -194,33 +177,34 @@ def unlike(me):
     leave(first, 17 + 2 * me.island, delta=9)
     # one has applied what the other lost
     leave(first, 25, delta=9 + me.island)
-    meet(me, 1)
+    me.meet(1)
     second = CheckpointManager(home, topology)
     point = second.resume_point()
-    assert point.folder == second.path(point.step)
-    return point.step, names(home), second.common
-
-
-def test_save_unlike_steps_between_exchanges(run_ranks):
-    """Islands that saved at unlike steps between two exchanges go on from their own."""
-    out = run_ranks(unlike, islands=2, procs=2)
-    assert [o[0] for o in out] == [25] * 2 + [19] * 2
-    assert out[2][1] == ["checkpoint-10", "checkpoint-19"]
-    assert out[0][1] == ["checkpoint-10", "checkpoint-17", "checkpoint-25"]
+    assert point.folder == second.path(point.step) and point.step == [25, 19][me.island]
+    left = [
+        "checkpoint-10",
+        *(["checkpoint-19"] if me.island else ["checkpoint-17", "checkpoint-25"]),
+    ]
+    assert names(home) == left
 
 
 # -- nodes with a disk each ----------------------------------------------------------------------
 
 
-def on_own_disk(me):
-    """An island of two nodes, as torchrun numbers their ranks."""
+@in_ranks(1, 2)
+def test_save_once_per_disk(me):
+    """Where nodes of an island have a disk each, as torchrun numbers their ranks, each of them
+    removes old checkpoints and halves, and what one of them lacks is not resumed from.
+    """
     os.environ |= {"LOCAL_RANK": "0", "GROUP_RANK": str(me.proc)}
     home, topology = me.folder / f"disk{me.proc}", fsdp_demo.Topology.from_env()
     kept = CheckpointManager(home, topology, keep=2)
     kept.resume_point(resume=False)
     for step in range(1, 5):
         kept.save(step, lambda folder: (folder / f"{me.proc}.txt").write_text("x") and None)
-    out = [names(home), files_in(home / "checkpoint-4"), (home / LOCK).exists()]
+    last = ["checkpoint-3", "checkpoint-4"]
+    assert names(home) == last and (home / LOCK).exists()
+    assert files_in(home / "checkpoint-4") == [f"{me.proc}.txt"]
     (home / "checkpoint-9").mkdir()
     (home / "checkpoint-9" / folders.UNFINISHED).touch()
     if me.proc:
@@ -228,16 +212,8 @@ def on_own_disk(me):
     again = CheckpointManager(home, topology)
     point = again.resume_point("auto")
     again.verify(point.folder)
-    return [*out, point.step, names(home), sorted(p.name for p in home.glob("check*"))]
-
-
-def test_save_once_per_disk(run_ranks):
-    """Where nodes of an island have a disk each, each of them removes old checkpoints and halves,
-    and what one of them lacks is not resumed from.
-    """
-    for proc, out in enumerate(run_ranks(on_own_disk, islands=1, procs=2)):
-        last = ["checkpoint-3", "checkpoint-4"]
-        assert out == [last, [f"{proc}.txt"], True, 3, ["checkpoint-3"], last]
+    assert point.step == 3 and names(home) == ["checkpoint-3"]
+    assert sorted(p.name for p in home.glob("check*")) == last
 
 
 # -- what cannot be written ----------------------------------------------------------------------
@@ -328,7 +304,7 @@ def test_save_not_finite_found_by_name():
         )
 
 
-# -- torn, nested, swapped -----------------------------------------------------------------------
+# -- torn, nested --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tear", ["json", "tensors", "all"])
@@ -362,16 +338,6 @@ def test_save_nested_json_is_damage(tmp_path):
     assert list(kept.whole()) == []
     with pytest.raises(NeedsDecision, match="no manifest that can be read"):
         single(tmp_path).resume_point()
-
-
-@in_ranks(2, 1)
-def test_save_swapped_folders_refused(me):
-    """Swapped folders are refused at the resume."""
-    kept = CheckpointManager(me.folder / f"home{me.island}", fsdp_demo.Topology.from_env())
-    leave(kept, 5, island=1 - me.island, delta=4)
-    with pytest.raises(NeedsDecision, match="folders of islands are swapped"):
-        kept.resume_point()
-    assert kept.resume_point(take_over=True).step == 5
 
 
 # -- one life at a time --------------------------------------------------------------------------
@@ -517,29 +483,22 @@ def test_save_file_limit_is_full_disk(me, how):
 # -- one rank that torch has joined --------------------------------------------------------------
 
 
-def saved_alone(me, backend: str, mesh: bool) -> list[str]:
-    """Weights written by a thread, on replica 0 only."""
-    dist.init_process_group(
-        backend, init_method=f"file://{me.folder}/world", rank=me.rank, world_size=me.procs
-    )
+@pytest.mark.parametrize(("backend", "procs"), [("cuda:gloo", 1), ("cpu:gloo", 2)])
+@in_ranks(1, group=False)
+def test_save_replica_of_one_rank(me, backend: str, procs: int) -> None:
+    """A replica of one rank saves by itself, by a thread. A group over GPUs alone copies nothing to
+    the host, and the replicas of a mesh do not wait for each other.
+    """
+    where = f"file://{me.folder}/world"
+    dist.init_process_group(backend, init_method=where, rank=me.rank, world_size=me.procs)
     topology = fsdp_demo.Topology()
-    if mesh:
+    if procs > 1:
         topology = fsdp_demo.Topology.from_mesh(init_device_mesh("cpu", (me.procs,)))
-    manager = CheckpointManager(me.folder / "home", topology)
-    folder = me.folder / "weights"
+    manager, folder = CheckpointManager(me.folder / "home", topology), me.folder / "weights"
     if me.rank == 0:
         save_tensors(folder, {"w": torch.ones(3)}, manager.group, wait=False)()
+        assert any(folder.iterdir())
     dist.destroy_process_group()
-    return sorted(p.suffix for p in folder.iterdir()) if me.rank == 0 else []
-
-
-@pytest.mark.parametrize(("backend", "procs"), [("cuda:gloo", 1), ("cpu:gloo", 2)])
-def test_save_replica_of_one_rank(run_ranks, backend: str, procs: int) -> None:
-    """A replica of one rank saves by itself. A group over GPUs alone copies nothing to the host,
-    and the replicas of a mesh do not wait for each other.
-    """
-    found = run_ranks(saved_alone, islands=1, procs=procs, args=(backend, procs > 1), group=False)
-    assert found[0] and all(not names for names in found[1:])
 
 
 @pytest.mark.parametrize("loop, found", [

@@ -17,6 +17,8 @@ from fsdp_demo import Link
 from fsdp_demo.config.auto import MEASURED, undecided
 
 from ..support import zero
+from ..support.inside import in_ranks
+from ..support.small import same
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0)
 
@@ -32,22 +34,21 @@ def gradients_at_once(made: Any) -> list[int]:
     return found
 
 
+def reading(peers: Any, island: Any) -> Link | None:
+    """What is measured of the link."""
+    return None if peers is None else Link(1e5, 0.02)
+
+
 @pytest.mark.parametrize("stage", ["zero1", "zero3-parts"])
 def test_zero_auto_equals_chosen_method(run_ranks: Any, everywhere: Any, stage: str) -> None:
     """An `auto` run equals the run that begins with the chosen method at the choice."""
-
-    def reading(peers: Any, island: Any) -> Link | None:
-        return None if peers is None else Link(1e5, 0.02)
-
     everywhere.setattr("fsdp_demo.automatic.first_steps", "quick_probe", reading)
 
-    def run(me: Any) -> bool:
-        made = zero.engine(zero.settings(stage), ADAMW)
-        exchange = deepspeed_ext.attach(made, "auto")
+    def run(me: Any) -> None:
+        made, exchange = zero.attached(stage, "auto", ADAMW)
         fresh = zero.whole(made)
         zero.train(made, range(MEASURED - 1), me.rank)
-        held = zero.whole(made)
-        assert undecided(exchange.config) and all(torch.equal(held[n], fresh[n]) for n in held)
+        assert undecided(exchange.config) and same(zero.whole(made), fresh)
         zero.train(made, range(MEASURED - 1, MEASURED), me.rank)
         at_once = gradients_at_once(made)
         zero.train(made, range(MEASURED, 20), me.rank)
@@ -55,16 +56,14 @@ def test_zero_auto_equals_chosen_method(run_ranks: Any, everywhere: Any, stage: 
         # ahead of the choice all are held; a method that needs none lets each go
         assert max(at_once) == 1 and not chosen.needs_gradients
         exchange.finish()
-
         twin = zero.engine(zero.settings(stage), ADAMW)
         with zero.another_run():
             plain = deepspeed_ext.attach(twin, chosen, step=MEASURED)
         zero.train(twin, range(MEASURED, 20), me.rank)
         plain.finish()
-        ends = zero.whole(made), zero.whole(twin)
-        return all(torch.equal(ends[0][n], ends[1][n]) for n in ends[0])
+        assert same(zero.whole(made), zero.whole(twin))
 
-    assert all(run_ranks(run, 2, 1, group=True, timeout=240))
+    run_ranks(run, 2, 1, group=True, timeout=240)
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -72,65 +71,48 @@ def test_zero_auto_resume(run_ranks: Any, everywhere: Any, tmp_path: Path, lost:
     """An `auto` run resumes with the method of its checkpoint, which the engine loads after
     `attach`. An island whose folder is lost gets the method from the others.
     """
-
-    def reading(peers: Any, island: Any) -> Link | None:
-        return None if peers is None else Link(1e5, 0.02)
-
     everywhere.setattr("fsdp_demo.automatic.first_steps", "quick_probe", reading)
     saved_at, end = MEASURED + 6, 24
 
-    def first(me: Any) -> Any:
-        made = zero.engine(zero.settings("zero2"), ADAMW)
-        exchange = deepspeed_ext.attach(made, "auto")
-        zero.train(made, range(saved_at), me.rank)
-        made.save_checkpoint(str(tmp_path))
+    def life(me: Any, again: bool) -> Any:
+        torch.manual_seed(5 if again else 7)
+        made, exchange = zero.attached("zero2", "auto", ADAMW, zero.Model())
+        if again:
+            made.load_checkpoint(str(tmp_path))
+            assert exchange.step == saved_at and not undecided(exchange.config)
+        else:
+            zero.train(made, range(saved_at), me.rank)
+            made.save_checkpoint(str(tmp_path))
         zero.train(made, range(saved_at, end), me.rank)
         exchange.finish()
         return zero.whole(made), exchange.config.to_dict(), exchange.chosen_because
 
-    def again(me: Any) -> Any:
-        torch.manual_seed(5)
-        made = zero.engine(zero.settings("zero2"), ADAMW, zero.Model())
-        exchange = deepspeed_ext.attach(made, "auto")
-        made.load_checkpoint(str(tmp_path))
-        assert exchange.step == saved_at and not undecided(exchange.config)
-        zero.train(made, range(saved_at, end), me.rank)
-        exchange.finish()
-        return zero.whole(made), exchange.config.to_dict(), exchange.chosen_because
-
-    whole = run_ranks(first, 2, 1, group=True, timeout=120)
+    whole = run_ranks(life, 2, 1, group=True, timeout=120, args=(False,))
     if lost:
         shutil.rmtree(tmp_path / "island1")
-    resumed = run_ranks(again, 2, 1, group=True, timeout=120)
+    resumed = run_ranks(life, 2, 1, group=True, timeout=120, args=(True,))
     assert len({json.dumps(config) for _, config, _ in whole + resumed}) == 1
     assert len({because for *_, because in whole + resumed}) == 1
     held = [weights for weights, *_ in (resumed if lost else whole + resumed)]
-    assert all(torch.equal(w[n], held[0][n]) for w in held for n in w)
+    assert all(same(w, held[0]) for w in held)
 
 
-def test_zero_phases_resume(run_ranks: Any, tmp_path: Path) -> None:
+@in_ranks(1, 1, group=True, timeout=120)
+def test_zero_phases_resume(me: Any, tmp_path: Path) -> None:
     """A phase that began at a share of the run begins there again, also where the steps of the run
     are not told any more. One that is given as a number of steps begins as it is given.
     """
 
-    def begun(me: Any, switch: float, facts: dict[str, int]) -> tuple[Any, Any]:
-        made = zero.engine(zero.settings("zero2"), ADAMW)
-        keywords = {"period": 2, "switch": switch, "must_match": facts}
-        return made, deepspeed_ext.attach(made, "sign_loco", **keywords)
+    def begun(switch: float, facts: dict[str, int]) -> tuple[Any, Any]:
+        return zero.attached("zero2", "sign_loco", period=2, switch=switch, must_match=facts)
 
-    def run(me: Any) -> Any:
-        made, exchange = begun(me, 0.5, {"steps": 8})
-        zero.train(made, range(5), me.rank)
-        made.save_checkpoint(str(tmp_path))
+    made, exchange = begun(0.5, {"steps": 8})
+    zero.train(made, range(5), me.rank)
+    made.save_checkpoint(str(tmp_path))
+    exchange.finish()
+    steps, more = {"steps": 8}, {"steps": 80}
+    for switch, facts, begin in ((0.5, steps, 4), (0.5, {}, 4), (0.5, more, 4), (5, {}, 5)):
+        made, exchange = begun(switch, facts)
+        made.load_checkpoint(str(tmp_path))
+        assert (exchange.step, exchange.config.begins) == (5, [0, begin])
         exchange.finish()
-        found = []
-        for switch, facts in ((0.5, {"steps": 8}), (0.5, {}), (0.5, {"steps": 80}), (5, {})):
-            with zero.another_run():
-                made, exchange = begun(me, switch, facts)
-            made.load_checkpoint(str(tmp_path))
-            found.append((exchange.step, exchange.config.begins))
-            exchange.finish()
-        return found
-
-    (found,) = run_ranks(run, 1, 1, group=True, timeout=120)
-    assert found == [(5, [0, begin]) for begin in (4, 4, 4, 5)]

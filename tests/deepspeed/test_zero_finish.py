@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import deepspeed_ext
-
 from ..support import zero
 
 
@@ -15,8 +13,7 @@ def test_zero_finish_inside_round(run_ranks, stage, steps):
     """`finish` inside a round ends in the plain mean of the replicas."""
 
     def run(me):
-        made = zero.engine(zero.settings(stage))
-        exchange = deepspeed_ext.attach(made, "diloco", period=4, momentum_warmup=0)
+        made, exchange = zero.attached(stage, "diloco", period=4, momentum_warmup=0)
         zero.train(made, range(steps), me.rank)
         before = [t.clone() for t in exchange.host.tensors("parameter")]
         exchange.finish()

@@ -15,9 +15,8 @@ from ..support.inside import in_ranks
 
 @in_ranks(2, 1, group=True)
 def test_zero_frees_the_engine(me: Any) -> None:
-    """Behind `finish` and `destroy` nothing is left of engine, model, optimizer and exchange. A
-    second attach is refused while the first exchange runs, and an error behind the meeting of the
-    islands leaves the engine free for another one.
+    """Behind `finish` and `destroy` nothing is left of engine, model, optimizer and exchange, and
+    an error behind the meeting of the islands leaves the engine free for another one.
     """
 
     def life(me: Any) -> dict[str, Any]:
@@ -29,8 +28,6 @@ def test_zero_frees_the_engine(me: Any) -> None:
                 deepspeed_ext.attach(made, "diloco", period=2)
         assert made.step == step and made.optimizer.clip_grad == clip
         exchange = deepspeed_ext.attach(made, "diloco", period=2)
-        with pytest.raises(ValueError, match="has an exchange already"):
-            deepspeed_ext.attach(made, "diloco", period=2)
         zero.train(made, range(3), me.rank)
         exchange.finish()
         made.destroy()

@@ -14,6 +14,7 @@ import deepspeed_ext
 
 from ..support import zero
 from ..support.inside import in_ranks
+from ..support.small import same
 
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
@@ -36,9 +37,9 @@ def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@in_ranks(1, 1, group=True, timeout=240)
+@in_ranks(1, 2, timeout=240)
 def test_zero_fresh_state_one_replica(me: Any, stage: str) -> None:
-    """One replica is plain training. `full` on one rank, 20 steps, bit for bit; every state is
+    """One replica is plain training. `full` on one island, 20 steps, bit for bit; every state is
     there before the first step, on the masters.
     """
     for name, make in OPTIMIZERS.items():
@@ -55,7 +56,7 @@ def test_zero_fresh_state_one_replica(me: Any, stage: str) -> None:
             if exchange is not None:
                 assert exchange.metrics()["exchanges"] == 20
                 exchange.finish()
-        assert all(torch.equal(ends[0][n], ends[1][n]) for n in ends[0]), name
+        assert same(*ends), name
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3-parts"])
@@ -68,9 +69,7 @@ def test_zero_fresh_state_momentum_after_resume(me: Any, stage: str, tmp_path: A
         ends = []
         for parts in ((range(6),), (range(3), range(3, 6))):
             for steps in parts:
-                made = zero.engine(zero.settings(stage), OPTIMIZERS[name])
-                with zero.another_run():
-                    exchange = deepspeed_ext.attach(made, "full")
+                made, exchange = zero.attached(stage, "full", OPTIMIZERS[name])
                 if steps.start:
                     made.load_checkpoint(str(tmp_path / name))
                 zero.train(made, steps, me.rank)
@@ -78,4 +77,4 @@ def test_zero_fresh_state_momentum_after_resume(me: Any, stage: str, tmp_path: A
                     made.save_checkpoint(str(tmp_path / name))
                 exchange.finish()
             ends.append(zero.whole(made))
-        assert all(torch.equal(ends[0][n], ends[1][n]) for n in ends[0]), name
+        assert same(*ends), name

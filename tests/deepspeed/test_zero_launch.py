@@ -18,11 +18,15 @@ from .test_zero_recipes import COMMON, RECIPES, source, told  # noqa: F401 (a fi
 
 def clean(**variables):
     """This environment without what launchers and rehearsals leave there."""
-    return (
-        {n: v for n, v in os.environ.items() if not n.startswith(("ISLAND_", "ACCELERATE_"))}
-        | {"OMP_NUM_THREADS": "1"}
-        | variables
-    )
+    kept = {n: v for n, v in os.environ.items() if not n.startswith(("ISLAND_", "ACCELERATE_"))}
+    return kept | {"OMP_NUM_THREADS": "1"} | variables
+
+
+def until(there, seconds):
+    """Wait until something is there, so long at the most."""
+    end = time.monotonic() + seconds
+    while not there() and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 @contextlib.contextmanager
@@ -53,28 +57,25 @@ def ended(process, status=0, timeout=200):
 def test_zero_launch_rehearse(tmp_path, source):  # noqa: F811
     """A rehearsal with DeepSpeed's launcher ends with one model."""
     options = [*COMMON, *source, "--exchange", "demo", "--steps", 4, "--output", tmp_path / "out"]
-    rehearse = (
-        "fsdp_demo.cli rehearse --islands 2 --procs 2 --cpu --launcher deepspeed --run "
-        "zero-recipes --"
-    ).split()
-    with started(*rehearse, RECIPES / "pretrain_deepspeed.py", *options) as process:
+    rehearse = "fsdp_demo.cli rehearse --islands 2 --procs 2 --cpu --launcher deepspeed".split()
+    rehearse += ["--run", "zero-recipes", "--", RECIPES / "pretrain_deepspeed.py"]
+    with started(*rehearse, *options) as process:
         output = ended(process)
     assert "yes, bit for bit" in output
     assert "status 0 (island0 0, island1 0)" in output.splitlines()[-1]
+    wanted = {"digests_equal": True, "zero": 2, "islands": 2, "procs": 2}
     for island in range(2):
         summary, lines = told(tmp_path / "out", island)
-        assert summary["digests_equal"] is True
-        assert summary["zero"] == 2
-        assert (summary["islands"], summary["procs"]) == (2, 2)
+        assert summary | wanted == summary and summary["bytes_sent_per_island"] > 0
         assert [line["step"] for line in lines] == [1, 2, 3, 4]
-        assert summary["bytes_sent_per_island"] > 0
 
 
 TRAINER = (
     "--sequence-length 16 --per_device_train_batch_size 2 --max_steps 2 --eval_strategy no "
-    "--save_strategy no --eval_rows 4"
-)
-TRAINER += " --logging_steps 1 --learning_rate 0.004"
+    "--save_strategy no --eval_rows 4 --logging_steps 1 --learning_rate 0.004 --exchange demo"
+).split()
+STORE = "fsdp_demo.cli store --bind 127.0.0.1:0 --quiet --file".split()
+LAUNCH = "accelerate.commands.accelerate_cli launch --num_processes 2 --mixed_precision no".split()
 
 
 @pytest.mark.timeout(300)
@@ -85,39 +86,17 @@ def test_zero_launch_accelerate_file(tmp_path, source, stage):  # noqa: F811
     """Two islands, each under `accelerate launch --config_file zero<stage>.yaml`: the engine is
     found, and both end with one model.
     """
-    words = [
-        "accelerate.commands.accelerate_cli",
-        "launch",
-        "--num_processes",
-        2,
-        "--mixed_precision",
-        "no",
-        "--config_file",
-    ]
-    words += [
-        RECIPES / "accelerate" / f"zero{stage}.yaml",
-        RECIPES / "pretrain_trainer.py",
-        *source,
-        *TRAINER.split(),
-    ]
-    words += ["--exchange", "demo", "--output_dir", tmp_path / "out"]
-    with started(
-        *"fsdp_demo.cli store --bind 127.0.0.1:0 --quiet --file".split(),
-        tmp_path / "keys.sqlite",
-        "--port-file",
-        tmp_path / "port",
-    ):
-        until = time.monotonic() + 60
-        while not (tmp_path / "port").exists() and time.monotonic() < until:
-            time.sleep(0.05)
+    words = [*LAUNCH, "--config_file", RECIPES / "accelerate" / f"zero{stage}.yaml"]
+    words += [RECIPES / "pretrain_trainer.py", *source, *TRAINER, "--output_dir", tmp_path / "out"]
+    port = tmp_path / "port"
+    with started(*STORE, tmp_path / "keys.sqlite", "--port-file", port):
+        until(port.exists, 60)
         here = {
             "ISLAND_COUNT": "2",
             "ISLAND_RUN": "yaml",
             "ISLAND_ADDRESS": "127.0.0.1",
             "PYTHONPATH": str(RECIPES.parent),
-        }
-        here |= {
-            "ISLAND_ENDPOINT": f"127.0.0.1:{(tmp_path / 'port').read_text().strip()}",
+            "ISLAND_ENDPOINT": f"127.0.0.1:{port.read_text().strip()}",
             "DS_ACCELERATOR": "cpu",
         }
         with (
@@ -128,11 +107,9 @@ def test_zero_launch_accelerate_file(tmp_path, source, stage):  # noqa: F811
     assert all(f"island {i} of 2" in log for i, log in enumerate(logs)), logs[0]
     # DDP would be 1 shard x 2 copies
     assert all("2 shards x 1 copy" in log for log in logs), logs[0]
-    results = [
-        json.loads((tmp_path / "out" / f"island{n}" / "eval_results.json").read_text())["eval_loss"]
-        for n in range(2)
-    ]
-    assert results[0] == results[1] and 0 < results[0] < 6
+    files = [tmp_path / "out" / f"island{n}" / "eval_results.json" for n in range(2)]
+    first, second = (json.loads(file.read_text())["eval_loss"] for file in files)
+    assert first == second and 0 < first < 6
 
 
 # -- the deepspeed launcher's status -------------------------------------------------------------
@@ -161,34 +138,18 @@ def test_zero_launch_exit_status(tmp_path):
     """The exit status of ranks survives DeepSpeed's launcher. All at once, since each takes seconds
     to start. An error of rank 1 is none the less for the 75 of rank 0, which was told to end.
     """
-    script = tmp_path / "ranks.py"
+    script, runs = tmp_path / "ranks.py", {}
     script.write_text(RANKS)
-    runs = {}
+    words = ["deepspeed", "--hostfile", os.devnull, "--num_gpus", "2", "--no_local_rank"]
+    words += ["--log_level", "error", str(script)]
     for mode in STATUSES:
         (tmp_path / mode).mkdir()
-        words = [
-            "deepspeed",
-            "--hostfile",
-            os.devnull,
-            "--num_gpus",
-            "2",
-            "--no_local_rank",
-            "--log_level",
-            "error",
-            str(script),
-            mode,
-        ]
         env = {**os.environ, "ISLAND_STATUS": str(tmp_path / mode), "DS_ACCELERATOR": "cpu"}
-        runs[mode] = subprocess.Popen(
-            [sys.executable, "-m", "fsdp_demo.launch", *words], env=env, stderr=subprocess.DEVNULL
-        )
+        command = [sys.executable, "-m", "fsdp_demo.launch", *words, mode]
+        runs[mode] = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
     try:
-        until = time.monotonic() + 120
-        while (
-            not all((tmp_path / "told" / f"here{rank}").exists() for rank in range(2))
-            and time.monotonic() < until
-        ):
-            time.sleep(0.05)
+        here = [tmp_path / "told" / f"here{rank}" for rank in range(2)]
+        until(lambda: all(file.exists() for file in here), 120)
         runs["told"].send_signal(signal.SIGTERM)
         assert {mode: run.wait(120) for mode, run in runs.items()} == STATUSES
     finally:
@@ -227,29 +188,21 @@ def test_zero_launch_rehearse_compiles_nothing(tmp_path):
     from fsdp_demo.launch.processes import SITE
     from fsdp_demo.launch.rehearsal import Rehearsal, environment
 
-    (tmp_path / "script.py").write_text(BUILT)
-    (tmp_path / "user").mkdir()
-    (tmp_path / "user" / "sitecustomize.py").write_text("import sys; sys.mine = True")
-    plan = Rehearsal(2, 1, (str(tmp_path / "script.py"),), "deepspeed")
+    script, user, extensions = (tmp_path / name for name in ("script.py", "user", "extensions"))
+    script.write_text(BUILT)
+    user.mkdir()
+    (user / "sitecustomize.py").write_text("import sys; sys.mine = True")
+    plan = Rehearsal(2, 1, (str(script),), "deepspeed")
     before = os.environ.get("PYTHONPATH", "")
     env = environment(plan, 0, "127.0.0.1:1", tmp_path, "")
-    env["PYTHONPATH"] += os.pathsep + str(tmp_path / "user")
     assert env["PYTHONPATH"].startswith(str(SITE)) and before in env["PYTHONPATH"]
-    extensions = tmp_path / "extensions"
-    for place in (
-        extensions / "deepspeed_shm_comm",
-        extensions / "py311_cpu" / "deepspeed_shm_comm",
-    ):
-        place.mkdir(parents=True)
-        (place / "lock").touch()
+    env["PYTHONPATH"] += os.pathsep + str(user)
+    for place in ("deepspeed_shm_comm", "py311_cpu/deepspeed_shm_comm"):
+        (extensions / place).mkdir(parents=True)
+        (extensions / place / "lock").touch()
     env["TORCH_EXTENSIONS_DIR"] = str(extensions)
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py")],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    command, read = [sys.executable, str(script)], {"capture_output": True, "text": True}
+    done = subprocess.run(command, env=env, timeout=100, **read)
     assert "op None True True" in done.stdout, done.stderr
     assert not list(extensions.rglob("*.o")) and not list(extensions.rglob("build.ninja"))
     other = environment(Rehearsal(2, 1, plan.script, "torchrun"), 0, "127.0.0.1:1", tmp_path, "")

@@ -8,7 +8,6 @@ import argparse
 import copy
 import json
 import logging
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import stage3
-from deepspeed.utils import groups, safe_get_full_grad
+from deepspeed.utils import groups
 from torch import nn
 
+import deepspeed_ext
 from deepspeed_ext import node_mesh
 from deepspeed_ext.confinement import assert_confined, of_node
 from deepspeed_ext.node_mesh import NodeMPU, installed, shard_within_node, topology_of
@@ -28,7 +28,7 @@ from fsdp_demo.rendezvous.mesh import meeting_place
 from fsdp_demo.rendezvous.position import ShardPosition
 
 from ..support import zero
-from ..support.collectives import Recorder
+from ..support.collectives import Event, Recorder
 from ..support.heard import heard
 from ..support.inside import in_ranks
 
@@ -45,14 +45,14 @@ CASES["bf16-optimizer"] = ("zero1", True, BF16_OPTIMIZER)
 
 def before_ranks() -> None:
     """What the ranks import of transformers: once, instead of in every rank."""
-    from transformers import LlamaForCausalLM, LlamaForSequenceClassification, Trainer  # noqa: F401
+    from transformers import LlamaForCausalLM, LlamaForSequenceClassification  # noqa: F401
     from transformers.integrations import HfDeepSpeedConfig  # noqa: F401
 
 
-@pytest.fixture
-def world(run_ranks):
-    """`world(fn, *args)`: `fn(rank, *args)` on the four ranks of one world."""
-    return lambda fn, *args, **options: run_ranks(fn, islands=1, procs=4, args=args, **options)
+def node_of(me: Any) -> tuple[int, ...]:
+    """The ranks of this rank's node."""
+    first = me.rank // NODE * NODE
+    return tuple(range(first, first + NODE))
 
 
 def error_of(kind: type[BaseException], call: Any, *args: Any, **kwargs: Any) -> str:
@@ -64,22 +64,14 @@ def error_of(kind: type[BaseException], call: Any, *args: Any, **kwargs: Any) ->
 # ---- training ----------------------------------------------------------------------------------
 
 
-def trained(me, case: str, confined: bool) -> dict[str, Any]:
+def trained(me, case: str) -> tuple[Any, list[Event], list[Event]]:
+    """An engine after four steps; its collectives between nodes, and those inside."""
     stage, bf16, more = CASES[case]
-    if confined:
-        shard_within_node(NODE)
     made = zero.engine(zero.settings(stage, bf16=bf16, accumulate=2, **more), fast_sgd)
     with Recorder() as seen:
         zero.train(made, range(4), me.rank, accumulate=2)
-    return {
-        "wrapper": type(made.optimizer).__name__,
-        "crossing": seen.crossing(NODE),
-        "inside": [e for e in seen.events if len(e.ranks) > 1 and e not in seen.crossing(NODE)],
-        "weights": zero.whole(made),
-        "sharded": sum(
-            p.numel() for g in made.optimizer.optimizer.param_groups for p in g["params"]
-        ),
-    }
+    crossing = seen.crossing(NODE)
+    return made, crossing, [e for e in seen.events if len(e.ranks) > 1 and e not in crossing]
 
 
 def fast_sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -104,82 +96,57 @@ def averaged(ranks: tuple[int, ...]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_zero_mesh_collectives_inside_node(world, case: str) -> None:
+@in_ranks(1, 4)
+def test_zero_mesh_collectives_inside_node(me, case: str) -> None:
     """The collectives of training stay inside the node, and gradients are its mean."""
-    out = world(trained, case, True)
-    wrapper = {"zero3": "DeepSpeedZeroOptimizer_Stage3", "bf16-": "BF16_Optimizer"}.get(
-        case[:5], "DeepSpeedZeroOptimizer"
-    )
-    for rank, mine in enumerate(out):
-        assert mine["wrapper"] == wrapper
-        assert mine["crossing"] == []
-        assert {e.ranks for e in mine["inside"]} == {(rank // NODE * NODE, rank // NODE * NODE + 1)}
-        # gradients and parameters, bf16
-        assert sum(e.size for e in mine["inside"]) > 2 * 4 * NUMEL * 2
-    for name, value in averaged((0, 1)).items():
-        assert torch.equal(out[0]["weights"][name], out[1]["weights"][name])
-        limit = 0.02 if CASES[case][1] else 2e-6
-        torch.testing.assert_close(out[0]["weights"][name], value, rtol=limit, atol=limit)
-    for name, value in averaged((2, 3)).items():
-        torch.testing.assert_close(out[2]["weights"][name], value, rtol=limit, atol=limit)
-    # replicas go their own ways
-    assert not torch.equal(out[0]["weights"]["head.weight"], out[2]["weights"]["head.weight"])
+    shard_within_node(NODE)
+    made, crossing, inside = trained(me, case)
+    kinds = {"zero3": "DeepSpeedZeroOptimizer_Stage3", "bf16-": "BF16_Optimizer"}
+    assert type(made.optimizer).__name__ == kinds.get(case[:5], "DeepSpeedZeroOptimizer")
+    assert crossing == [] and {e.ranks for e in inside} == {node_of(me)}
+    # gradients and parameters, bf16
+    assert sum(e.size for e in inside) > 2 * 4 * NUMEL * 2
+    weights, limit = zero.whole(made), 0.02 if CASES[case][1] else 2e-6
+    for name, value in averaged(node_of(me)).items():
+        torch.testing.assert_close(weights[name], value, rtol=limit, atol=limit)
+    mine = torch.cat([t.flatten() for t in weights.values()])
+    every = [torch.empty_like(mine) for _ in range(4)]
+    dist.all_gather(every, mine)
+    # replicas go their own ways, as a whole
+    assert torch.equal(every[0], every[1]) and not torch.equal(every[0], every[2])
+    assert torch.equal(every[2], every[3])
 
 
 @pytest.mark.parametrize("case", ["zero1-fp32", "zero2-bf16", "zero3-fp32", "bf16-optimizer"])
-def test_zero_mesh_recorder_sees_crossing(world, case: str) -> None:
-    """Without `shard_within_node` the recorder sees ZeRO reduce between the nodes."""
-    out = world(trained, case, False)
-    for mine in out:
-        assert {e.ranks for e in mine["crossing"]} == {(0, 1, 2, 3)}
-        assert sum(e.size for e in mine["crossing"]) > 2 * 4 * NUMEL * 2
-        assert mine["inside"] == []
-
-
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @in_ranks(1, 4)
-def test_zero_mesh_gradient_mean_of_node(me, stage: str) -> None:
-    """Gradients are the mean over the ranks of the node."""
-    shard_within_node(NODE)
-    made = zero.engine(zero.settings(stage), zero.sgd)
-    rows, targets = zero.batch(0, me.rank)
-    made.backward(nn.functional.cross_entropy(made(rows), targets))
-    torch.manual_seed(7)
-    model, first = zero.Model(), me.rank // NODE * NODE
-    for rank in (first, first + 1):
-        rows, targets = zero.batch(0, rank)
-        (nn.functional.cross_entropy(model(rows), targets) / 2).backward()
-    expected = {n: p.grad for n, p in model.named_parameters()}
-    for n, p in made.module.named_parameters():
-        torch.testing.assert_close(safe_get_full_grad(p), expected[n], rtol=1e-5, atol=1e-7)
+def test_zero_mesh_recorder_sees_crossing(me, case: str) -> None:
+    """Without `shard_within_node` the recorder sees ZeRO reduce between the nodes."""
+    _, crossing, inside = trained(me, case)
+    assert {e.ranks for e in crossing} == {(0, 1, 2, 3)} and inside == []
+    assert sum(e.size for e in crossing) > 2 * 4 * NUMEL * 2
 
 
-def wandering(me) -> list[Any]:
-    """Node 1 alone uses a module once more, so that it alone records its fetch order anew."""
+@in_ranks(1, 4, timeout=40)
+def test_zero_mesh_fetch_order(me) -> None:
+    """Nodes may fetch parameters in different orders, but not the ranks of one node."""
     shard_within_node(NODE)
     made = zero.engine(zero.settings("zero3"), zero.sgd)
     for step in range(5):
         rows, targets = zero.batch(step, me.rank)
         out = made(rows)
+        # node 1 alone uses a module once more, so that it alone records its fetch order anew
         if step == 2 and me.rank >= NODE:
             out = out + made.module.embed(rows).sum() * 0
         made.backward(nn.functional.cross_entropy(out, targets))
         made.step()
+    assert made.global_steps == 5
     same = stage3.assert_ints_same_as_other_ranks
     same([me.rank // NODE, 5])  # equal in the node, different between nodes
     same([])
-    wrong = error_of(RuntimeError, same, [1, 2] if me.rank == 3 else [1]) if me.rank >= NODE else ""
-    return [made.global_steps, wrong]
-
-
-def test_zero_mesh_fetch_order(world) -> None:
-    """Nodes may fetch parameters in different orders, but not the ranks of one node."""
-    out = world(wandering, timeout=40)
-    assert [steps for steps, _ in out] == [5] * 4
-    for rank in (2, 3):
-        assert "the ranks [2, 3] of one node disagree" in out[rank][1]
-        assert "1 entries, CRC-32" in out[rank][1]
-        assert "2 entries, CRC-32" in out[rank][1]
+    if me.rank >= NODE:
+        text = error_of(RuntimeError, same, [1, 2] if me.rank == 3 else [1])
+        assert "the ranks [2, 3] of one node disagree" in text
+        assert "1 entries, CRC-32" in text and "2 entries, CRC-32" in text
 
 
 # ---- ZeRO-3 before there is an engine ----------------------------------------------------------
@@ -207,10 +174,9 @@ def test_zero_mesh_zero_init_inside_node(me) -> None:
     with Recorder() as seen, deepspeed.zero.Init(config_dict_or_path=config):
         model = Initialised()
     for p in model.parameters():
-        ranks = dist.get_process_group_ranks(p.ds_process_group)
-        assert ranks == ([0, 1] if me.rank < NODE else [2, 3])
+        assert tuple(dist.get_process_group_ranks(p.ds_process_group)) == node_of(me)
         assert p.ds_tensor.numel() == -(-p.ds_numel // NODE)
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+    with zero.gathered(model):
         weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     nn.Linear(3, 3).apply(lambda m: None)
     made = zero.engine(config, fast_sgd, model)
@@ -226,59 +192,47 @@ def test_zero_mesh_zero_init_inside_node(me) -> None:
         assert torch.equal(weights[name], first) and 0.01 < weights[name].std() < 0.03
 
 
-def pretrained(me, folder: str, bf16: bool) -> dict[str, Any]:
-    from transformers import LlamaForSequenceClassification
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@in_ranks(1, 4)
+def test_zero_mesh_from_pretrained(me, bf16: bool) -> torch.Tensor:
+    """`from_pretrained` loads every replica and cuts parameters inside the node."""
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
     from transformers.integrations import HfDeepSpeedConfig
 
+    torch.manual_seed(7)
+    sizes = {"hidden_size": 20, "intermediate_size": 33, "num_attention_heads": 2}
+    whole = LlamaForCausalLM(LlamaConfig(vocab_size=37, num_hidden_layers=2, **sizes))
+    if me.rank == 0:
+        whole.save_pretrained(me.folder / "model")
+    dist.barrier()
     config = zero.settings("zero3", bf16=bf16, train_batch_size=16)
     shard_within_node(NODE)
     keep = HfDeepSpeedConfig(config)  # as TrainingArguments do
     torch.manual_seed(me.rank)
-    model = LlamaForSequenceClassification.from_pretrained(folder, num_labels=3, pad_token_id=0)
+    more = {"num_labels": 3, "pad_token_id": 0}
+    model = LlamaForSequenceClassification.from_pretrained(me.folder / "model", **more)
     del keep
-    ranks = {tuple(dist.get_process_group_ranks(p.ds_process_group)) for p in model.parameters()}
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+    groups = {tuple(dist.get_process_group_ranks(p.ds_process_group)) for p in model.parameters()}
+    assert groups == {node_of(me)}
+    with zero.gathered(model):
         weights = {n: p.detach().float().clone() for n, p in model.named_parameters()}
+    for name, value in whole.named_parameters():
+        if not name.startswith("lm_head"):
+            assert torch.equal(weights[name], value.bfloat16().float() if bf16 else value), name
     made = zero.engine(config, fast_sgd, model)
     with Recorder() as seen:
         for step in range(3):
             rows, _ = zero.batch(step, me.rank)
             made.backward(made(input_ids=rows, labels=torch.zeros(4, dtype=torch.long)).loss)
             made.step()
+    assert seen.crossing(NODE) == []
     with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
         if me.rank == 0:  # an engine's parameters are its replica's own
             model.score.weight.data.fill_(3.0)
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        score = float(model.score.weight.flatten()[0])
-    return {"ranks": ranks, "weights": weights, "crossing": seen.crossing(NODE), "score": score}
-
-
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-def test_zero_mesh_from_pretrained(world, tmp_path: Path, bf16: bool) -> None:
-    """`from_pretrained` loads every replica and cuts parameters inside the node."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    small = LlamaConfig(
-        vocab_size=37,
-        hidden_size=20,
-        intermediate_size=33,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    )
-    model = LlamaForCausalLM(small)
-    model.save_pretrained(tmp_path / "model")
-    out = world(pretrained, str(tmp_path / "model"), bf16)
-    saved = {n: p.detach() for n, p in model.named_parameters() if not n.startswith("lm_head")}
-    for rank, mine in enumerate(out):
-        assert mine["ranks"] == {(0, 1) if rank < NODE else (2, 3)} and mine["crossing"] == []
-        for name, value in saved.items():
-            assert torch.equal(
-                mine["weights"][name], value.bfloat16().float() if bf16 else value
-            ), name
-        # in no file: made on rank 0
-        assert torch.equal(mine["weights"]["score.weight"], out[0]["weights"]["score.weight"])
-        assert out[0]["weights"]["score.weight"].std() > 0
-        assert (mine["score"] == 3.0) == (rank < NODE)
+    with zero.gathered(model):
+        assert (float(model.score.weight.flatten()[0]) == 3.0) == (me.rank < NODE)
+    assert weights["score.weight"].std() > 0
+    return weights["score.weight"]  # in no file: made on rank 0
 
 
 # ---- topology ----------------------------------------------------------------------------------
@@ -328,7 +282,9 @@ def test_zero_mesh_one_node_logged() -> None:
 # ---- configuration -----------------------------------------------------------------------------
 
 
-def configured(me) -> dict[str, Any]:
+@in_ranks(1, 4)
+def test_zero_mesh_batches_of_replicas(me) -> None:
+    """Batch sizes are translated, and replicas draw different samples."""
     shard_within_node(NODE)
     comm = zero.settings("zero1", train_batch_size=16)
     file = me.folder / "zero.json"
@@ -337,37 +293,22 @@ def configured(me) -> dict[str, Any]:
     dist.barrier()
     model = zero.Model()
     command = argparse.Namespace(deepspeed_config=str(file), local_rank=me.rank)
-    engines = [
-        deepspeed.initialize(command, model, zero.sgd(model.parameters()))[0],
-        zero.engine(str(file), zero.sgd),
-        deepspeed.initialize(
-            model=model, optimizer=zero.sgd(model.parameters()), config_params=comm
-        )[0],
-    ]
-    made, _, loader, _ = deepspeed.initialize(
-        model=model,
-        optimizer=zero.sgd(model.parameters()),
-        config=comm,
-        training_data=list(range(32)),
-        mpu=installed(),
-    )
+
+    def started(**given: Any) -> Any:
+        given = {"model": model, "optimizer": zero.sgd(model.parameters()), **given}
+        return deepspeed.initialize(**given)
+
+    made, _, loader, _ = started(config=comm, training_data=list(range(32)), mpu=installed())
+    engines = [made, zero.engine(str(file), zero.sgd)]
+    engines += [started(args=command)[0], started(config_params=comm)[0]]
+    assert [e.train_batch_size() for e in engines] == [8] * 4
+    assert comm["train_batch_size"] == 16 and command.deepspeed_config == str(file)
     evaluation = made.deepspeed_io(list(range(8)), route="eval", num_local_io_workers=0)
-    return {
-        "batch": [e.train_batch_size() for e in [*engines, made]],
-        "given": (comm["train_batch_size"], command.deepspeed_config == str(file)),
-        "drawn": [int(i) for i in loader.data_sampler],
-        "loader": loader is made.training_dataloader,
-        "evaluated": [int(i) for i in evaluation.data_sampler],
-    }
-
-
-def test_zero_mesh_batches_of_replicas(world) -> None:
-    """Batch sizes are translated, and replicas draw different samples."""
-    out = world(configured)
-    for rank, mine in enumerate(out):
-        assert mine["batch"] == [8] * 4 and mine["given"] == (16, True) and mine["loader"]
-        assert mine["evaluated"] == [rank, rank + 4]
-    assert sorted(i for mine in out for i in mine["drawn"]) == list(range(32))
+    assert [int(i) for i in evaluation.data_sampler] == [me.rank, me.rank + 4]
+    assert loader is made.training_dataloader
+    drawn: list[Any] = [None] * 4
+    dist.all_gather_object(drawn, [int(i) for i in loader.data_sampler])
+    assert sorted(i for mine in drawn for i in mine) == list(range(32))
 
 
 @pytest.mark.parametrize(("total", "expected"), [(None, None), (32, 16), ("auto", "auto")])
@@ -409,241 +350,128 @@ class OtherMPU:
     """What somebody else might pass."""
 
 
-def refused(me) -> dict[str, str]:
-    import os
-
-    texts = {str(n): error_of(ValueError, shard_within_node, n) for n in (0, 3, 8, -2, 2.0, True)}
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    texts["local"] = error_of(ValueError, shard_within_node, 4)
-    os.environ["ISLAND_TIMEOUT"] = "soon"
-    texts["timeout"] = error_of(ValueError, shard_within_node, 2)
-    os.environ["ISLAND_TIMEOUT"] = "30"
-    shard_within_node(2)
-    texts["twice"] = error_of(ValueError, shard_within_node, 1)
-    model, config = zero.Model(), zero.settings("zero1")
-
-    def start(kind: type[BaseException], **changed: Any) -> str:
-        given = {"config": {**config, **changed.pop("config", {})}, **changed}
-        optimizer = zero.sgd(model.parameters())
-        return error_of(kind, deepspeed.initialize, model=model, optimizer=optimizer, **given)
-
-    texts["mpu"] = start(ValueError, mpu=OtherMPU())
-    texts["mesh"] = start(RuntimeError, mesh_param=(2, 2))
-    sequence = {"sequence_parallel_size": 1, "data_parallel_size": 4}
-    texts["config"] = start(RuntimeError, config=sequence)
-    texts["batch"] = start(ValueError, config={"train_batch_size": 13})
-    texts["sizes"] = start(AssertionError, config={"train_batch_size": 12})
-    texts["init group"] = error_of(
-        ValueError, deepspeed.zero.Init, data_parallel_group=dist.group.WORLD
-    )
-    texts["init mpu"] = error_of(ValueError, deepspeed.zero.Init, mpu=OtherMPU())
-    # DeepSpeed's own: no configuration
-    texts["args"] = error_of(AssertionError, deepspeed.initialize, model=model)
-    return texts
-
-
-def test_zero_mesh_bad_input_refused(world) -> None:
+@in_ranks(1, 4)
+def test_zero_mesh_bad_input_refused(me) -> None:
     """Bad input is refused with what is allowed."""
-    wanted = {
-        **dict.fromkeys(
-            ("0", "3", "8", "-2", "2.0", "True"),
-            "where the world has 4 ranks: [1, 2, 4] are allowed",
-        ),
-        "local": "where a machine (LOCAL_WORLD_SIZE) has 2 ranks: [1, 2] are allowed",
-        "timeout": "ISLAND_TIMEOUT='soon' must be a number of seconds",
-        "twice": "nodes of 2 ranks are in place",
-        "mpu": "deepspeed.initialize(mpu=...) after shard_within_node, which supplies the node",
-        "mesh": "not confined to the node",
-        "config": "not confined to the node",
-        "batch": "train_batch_size=13 counts all nodes, and does not divide over 2",
-        "sizes": "Check batch related parameters",
-        "init group": "zero.Init(data_parallel_group=...) after shard_within_node",
-        "init mpu": "zero.Init(mpu=...) after shard_within_node",
-        "args": "DeepSpeed requires --deepspeed_config",
-    }
-    for texts in world(refused):
-        assert texts.keys() == wanted.keys()
-        for key, words in wanted.items():
-            assert words in texts[key], (key, texts[key])
+    for size in (0, 3, 8, -2, 2.0, True):
+        text = error_of(ValueError, shard_within_node, size)
+        assert "where the world has 4 ranks: [1, 2, 4] are allowed" in text, size
+    for name, value, size, said in (
+        ("LOCAL_WORLD_SIZE", "2", 4, "machine (LOCAL_WORLD_SIZE) has 2 ranks: [1, 2] are allowed"),
+        ("ISLAND_TIMEOUT", "soon", 2, "ISLAND_TIMEOUT='soon' must be a number of seconds"),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(name, value)
+            assert said in error_of(ValueError, shard_within_node, size)
+    shard_within_node(2)
+    model, config, start = zero.Model(), zero.settings("zero1"), deepspeed.initialize
+    sequence = {"sequence_parallel_size": 1, "data_parallel_size": 4}
+    mpu = {"mpu": OtherMPU()}
+
+    def init(**given: Any) -> None:
+        deepspeed.zero.Init(**given)
+
+    for said, kind, call, given in (
+        ("nodes of 2 ranks are in place", ValueError, lambda: shard_within_node(1), None),
+        ("initialize(mpu=...) after shard_within_node, which supplies the node", ValueError,
+            start, {"config": config, **mpu}),
+        ("not confined to the node", RuntimeError, start,
+            {"config": config, "mesh_param": (2, 2)}),
+        ("not confined to the node", RuntimeError, start, {"config": config | sequence}),
+        ("train_batch_size=13 counts all nodes, and does not divide over 2", ValueError, start,
+            {"config": config | {"train_batch_size": 13}}),
+        ("Check batch related parameters", AssertionError, start,
+            {"config": config | {"train_batch_size": 12}}),
+        # DeepSpeed's own: no configuration
+        ("DeepSpeed requires --deepspeed_config", AssertionError, start, {}),
+        ("zero.Init(data_parallel_group=...) after shard_within_node", ValueError, init,
+            {"data_parallel_group": dist.group.WORLD}),
+        ("zero.Init(mpu=...) after shard_within_node", ValueError, init, mpu),
+    ):  # fmt: skip
+        if call is start:
+            given = {"model": model, "optimizer": zero.sgd(model.parameters()), **given}
+        text = error_of(kind, call, **(given or {}))
+        assert said in text, (said, text)
 
 
 # ---- the proof can fail ------------------------------------------------------------------------
 
 
-def broken(me, case: str) -> dict[str, str]:
-    """An engine whose groups are bent by hand, one after the other; and DeepSpeed that ignores the
-    mpu.
-    """
-    stage, bf16, more = CASES[case]
-    config = zero.settings(stage, bf16=bf16, **more)
-    shard_within_node(NODE)
-    mpu = installed()
-    made = zero.engine(config, zero.sgd)
-    z = made.optimizer
-    assert_confined(made, mpu)
-    texts = {}
-    bend = {
-        "seq": (made, "seq_data_parallel_group", dist.group.WORLD),
-        "dp": (z, "dp_process_group", dist.group.WORLD),
-    }
-    bend["mpu"] = (made, "mpu", OtherMPU())
-    bend["gone"] = (z, "dp_process_group", None)
-    if stage == "zero3":
-        weight = made.module.layers[1].weight
-        bend["parameter"] = (weight, "ds_process_group", mpu.cross)
-        bend["sub-group"] = (z, "sub_group_process_groups", [dist.group.WORLD])
-    else:
-        bend["real"] = (z, "real_dp_process_group", [mpu.cross])
-    if case != "bf16-optimizer":
-        bend["model"] = (z, "model_parallel_group", mpu.cross)
-    for key, (owner, attribute, value) in bend.items():
-        good = getattr(owner, attribute)
-        setattr(owner, attribute, value)
-        texts[key] = error_of(RuntimeError, assert_confined, made, mpu)
-        setattr(owner, attribute, good)
-    assert_confined(made, mpu)
-    groups._get_sequence_data_parallel_group = lambda: dist.group.WORLD
-    texts["door"] = error_of(RuntimeError, zero.engine, config, zero.sgd)
-    return texts
-
-
-def late(me) -> str:
+@in_ranks(1, 4)
+def test_zero_mesh_model_cut_over_world_refused(me) -> None:
+    """A model that was cut over the whole world before is refused."""
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_init_required=False)
     config = zero.settings("zero3")
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = zero.Model()
     shard_within_node(NODE)
-    return error_of(RuntimeError, zero.engine, config, zero.sgd, model)
-
-
-def test_zero_mesh_model_cut_over_world_refused(world) -> None:
-    """A model that was cut over the whole world before is refused."""
-    for text in world(late):
-        assert "of ranks [0, 1, 2, 3]" in text
-        assert "Call shard_within_node before the model is made" in text
+    text = error_of(RuntimeError, zero.engine, config, zero.sgd, model)
+    assert "of ranks [0, 1, 2, 3]" in text
+    assert "Call shard_within_node before the model is made" in text
 
 
 @pytest.mark.parametrize("case", ["zero1-fp32", "zero2-bf16", "zero3-fp32", "bf16-optimizer"])
-def test_zero_mesh_unconfined_engine_refused(world, case: str) -> None:
-    """An engine whose groups reach beyond the node is refused."""
-    for rank, texts in enumerate(world(broken, case)):
-        assert {"seq", "dp", "mpu", "gone", "door"} < texts.keys()
-        line = [rank % 2, rank % 2 + 2]
-        wanted = {
-            "seq": "the group that reduces gradients of ranks [0, 1, 2, 3], not",
-            "dp": "dp_process_group of ranks [0, 1, 2, 3], not",
-            "mpu": "the engine's mpu, OtherMPU, reaches further",
-            "gone": "dp_process_group of ranks [0, 1, 2, 3], not",
-            "real": f"real_dp_process_group[0] of ranks {line}, not",
-            "parameter": f"the partition of layers.1.weight of ranks {line}, not",
-            "sub-group": "sub_group_process_groups[0] of ranks [0, 1, 2, 3]",
-            "model": f"model_parallel_group of ranks {line}, not [{rank}]",
-            "door": "of ranks [0, 1, 2, 3]",
-        }
-        for key, text in texts.items():
-            assert wanted[key] in text, (key, text)
+@in_ranks(1, 4)
+def test_zero_mesh_unconfined_engine_refused(me, case: str) -> None:
+    """An engine whose groups reach beyond the node is refused: they are bent by hand, one after the
+    other; and DeepSpeed that ignores the mpu.
+    """
+    stage, bf16, more = CASES[case]
+    config = zero.settings(stage, bf16=bf16, **more)
+    shard_within_node(NODE)
+    mpu = installed()
+    made = zero.engine(config, zero.sgd)
+    z, world, line = made.optimizer, dist.group.WORLD, [me.rank % 2, me.rank % 2 + 2]
+    everybody = "of ranks [0, 1, 2, 3]"
+    bent = [
+        (f"the group that reduces gradients {everybody}, not", made, "seq_data_parallel_group",
+            world),
+        (f"dp_process_group {everybody}, not", z, "dp_process_group", world),
+        (f"dp_process_group {everybody}, not", z, "dp_process_group", None),
+        ("the engine's mpu, OtherMPU, reaches further", made, "mpu", OtherMPU()),
+    ]  # fmt: skip
+    if stage == "zero3":
+        weight = made.module.layers[1].weight
+        said = f"the partition of layers.1.weight of ranks {line}, not"
+        bent.append((said, weight, "ds_process_group", mpu.cross))
+        said = f"sub_group_process_groups[0] {everybody}"
+        bent.append((said, z, "sub_group_process_groups", [world]))
+    else:
+        said = f"real_dp_process_group[0] of ranks {line}, not"
+        bent.append((said, z, "real_dp_process_group", [mpu.cross]))
+    if case != "bf16-optimizer":
+        said = f"model_parallel_group of ranks {line}, not [{me.rank}]"
+        bent.append((said, z, "model_parallel_group", mpu.cross))
+    assert_confined(made, mpu)
+    for said, owner, attribute, value in bent:
+        good = getattr(owner, attribute)
+        setattr(owner, attribute, value)
+        assert said in error_of(RuntimeError, assert_confined, made, mpu)
+        setattr(owner, attribute, good)
+    assert_confined(made, mpu)
+    groups._get_sequence_data_parallel_group = lambda: world
+    assert everybody in error_of(RuntimeError, zero.engine, config, zero.sgd)
 
 
-# ---- with the exchange, and under the Trainer --------------------------------------------------
+# ---- with the exchange -------------------------------------------------------------------------
 
 
-def exchanged(me, case: str) -> dict[str, Any]:
-    import deepspeed_ext
-
+@pytest.mark.parametrize("case", CASES)
+@in_ranks(1, 4)
+def test_zero_mesh_exchange_replicas_equal(me, case: str) -> dict[str, torch.Tensor]:
+    """No collective of ZeRO crosses nodes, and replicas stay equal."""
     stage, bf16, more = CASES[case]
     shard_within_node(NODE)
     made = zero.engine(zero.settings(stage, bf16=bf16, **more), zero.sgd)
     exchange = deepspeed_ext.attach(made, "demo")
     with Recorder() as seen:
         zero.train(made, range(4), me.rank)
-    sent = exchange.metrics()["bytes_sent"]
     weights = zero.whole(made)
+    # payloads have their connections
+    assert seen.crossing(NODE) == [] and exchange.metrics()["bytes_sent"] > 0
     exchange.finish()
-    return {"crossing": seen.crossing(NODE), "sent": sent, "weights": weights}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_zero_mesh_exchange_replicas_equal(world, case: str) -> None:
-    """No collective of ZeRO crosses nodes, and replicas stay equal."""
-    out = world(exchanged, case)
-    for rank, mine in enumerate(out):
-        assert mine["crossing"] == [] and mine["sent"] > 0, rank  # payloads have their connections
-        for name, value in out[0]["weights"].items():
-            assert torch.equal(mine["weights"][name], value), name
-
-
-def trainer(me, folder: str, stage: str) -> dict[str, Any]:
-    import os
-
-    from transformers import LlamaForCausalLM, Trainer, TrainingArguments
-
-    os.environ.update(ACCELERATE_USE_DEEPSPEED="true", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    auto = {
-        name: "auto"
-        for name in (
-            "train_batch_size",
-            "train_micro_batch_size_per_gpu",
-            "gradient_accumulation_steps",
-        )
-    }
-    config = {
-        **auto,
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
-        "zero_optimization": zero.BUCKETS | zero.STAGES[stage],
-    }
-    args = TrainingArguments(
-        output_dir=str(me.folder / "out"),
-        use_cpu=True,
-        bf16=True,
-        deepspeed=config,
-        max_steps=4,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        logging_steps=100,
-        save_strategy="no",
-        report_to=[],
-        average_tokens_across_devices=False,
-        disable_tqdm=True,
-    )
-    shard_within_node(NODE)
-    model = LlamaForCausalLM.from_pretrained(folder)
-    rows = [
-        {"input_ids": torch.full((6,), i % 37), "labels": torch.full((6,), i % 37)}
-        for i in range(64)
-    ]
-    made = Trainer(model, args, train_dataset=rows)
-    with Recorder() as seen:
-        made.train()
-    engine = made.model_wrapped
-    return {
-        "mpu": engine.mpu is installed(),
-        "batch": engine.train_batch_size(),
-        "steps": (engine.global_steps, made.accelerator.num_processes),
-        "topology": topology_of(engine.mpu).name,
-        "crossing": seen.crossing(NODE),
-        "inside": sum(e.size for e in seen.events if e not in seen.crossing(NODE)),
-    }
-
-
-@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
-def test_zero_mesh_trainer_confined(world, tmp_path: Path, stage: str) -> None:
-    """One line confines the Trainer to the node."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    small = LlamaConfig(
-        vocab_size=37,
-        hidden_size=20,
-        intermediate_size=33,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    )
-    LlamaForCausalLM(small).save_pretrained(tmp_path / "model")
-    for rank, mine in enumerate(world(trainer, str(tmp_path / "model"), stage)):
-        assert mine["mpu"] and mine["batch"] == 2 * 2 * NODE and mine["steps"] == (4, 4)
-        assert mine["topology"] == f"island{rank // NODE}"
-        assert sum(e.size for e in mine["crossing"]) < 1000 < mine["inside"], mine["crossing"]
+    return weights
 
 
 @in_ranks(1, 4)

@@ -4,18 +4,15 @@ engine that walked there.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
 
-pytest.importorskip("deepspeed")
+import deepspeed_ext
+from fsdp_demo import preset
 
-import deepspeed_ext  # noqa: E402
-from fsdp_demo import preset  # noqa: E402
-
-from ..support import joining, zero  # noqa: E402
+from ..support import joining, zero
 
 N = 6
 CASES = {
@@ -66,13 +63,7 @@ def test_zero_newcomer_equals_other_engines(run_ranks, stage: str, name: str) ->
             return
         for at, until in ((1, 5), (3, 4)):
             again = engine(stage, name)
-            place = {
-                "rank": me.proc,
-                "world": me.procs,
-                "run": f"joins{at}",
-                "endpoint": os.environ["ISLAND_ENDPOINT"],
-            }
-            where = joining.topology(joining.Fed(record, at, until), kind="islands", **place)
+            where = joining.island(record, at, until, rank=me.proc, world=me.procs)
             exchange = deepspeed_ext.attach(again, config, topology=where)
             assert exchange.newcomer and again.load_checkpoint(me.folder / "nothing") == (None, {})
             for t in range(until, N):

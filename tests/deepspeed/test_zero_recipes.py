@@ -9,24 +9,19 @@ import signal
 import sys
 from pathlib import Path
 
+import datasets
+import deepspeed_parts
+import pretrain
+import pretrain_deepspeed
 import pytest
+import report
+import torch
+from transformers import TrainingArguments
 
-pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
-datasets = pytest.importorskip("datasets")
+from ..support import zero  # noqa: F401 (no compiler; imported before the first fork)
+from ..support.inside import in_ranks
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
-
-import deepspeed_parts  # noqa: E402
-import pretrain  # noqa: E402
-import pretrain_deepspeed  # noqa: E402
-import report  # noqa: E402
-import torch  # noqa: E402
-
-from ..support import zero  # noqa: E402, F401 (no compiler; imported before the first fork)
-from ..support.inside import in_ranks  # noqa: E402
-
 COMMON = (
     "--sequence-length 16 --batch-size 2 --eval-every 0 --eval-batches 3 --log-every 1 "
     "--warmup-steps 1 --lr 0.004"
@@ -62,10 +57,9 @@ def json_of(stage):
 
 def told(folder, island=0):
     """Summary and lines of an island."""
-    lines = (folder / f"island{island}" / "metrics.jsonl").read_text().splitlines()
-    return json.loads((folder / f"island{island}" / "summary.json").read_text()), [
-        json.loads(line) for line in lines
-    ]
+    home = folder / f"island{island}"
+    lines = (home / "metrics.jsonl").read_text().splitlines()
+    return json.loads((home / "summary.json").read_text()), [json.loads(line) for line in lines]
 
 
 def losses(folder, island):
@@ -201,16 +195,12 @@ def test_zero_recipe_stop_saves_and_resumes(run_ranks, tmp_path, source):
 
 def test_zero_recipe_log_above_progress_bar(run_ranks, tmp_path, source):
     """The lines of the log stand above the progress bar."""
+    words = (*source, "--steps", 2, "--output", tmp_path / "run", "--deepspeed", json_of(1))
 
     def trained(rank):
         # pytest's handlers would keep what a script's own handler writes
         logging.basicConfig(format="%(message)s", force=True)
-        main_of(
-            rank,
-            pretrain_deepspeed,
-            *source,
-            *("--steps", 2, "--output", tmp_path / "run", "--deepspeed", json_of(1)),
-        )
+        main_of(rank, pretrain_deepspeed, *words)
 
     found, _ = run_ranks(trained, islands=1, procs=2, timeout=120, check=False)
     assert found.status == 0, (found.error, found.log)
@@ -222,21 +212,17 @@ def test_zero_recipe_auto_values(tmp_path):
     """ "auto" in the JSON becomes this run's number or DeepSpeed's default."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    args = deepspeed_parts.Arguments(
-        batch_size=3, accumulation=2, deepspeed=str(tmp_path / "c.json")
-    )
+    file = tmp_path / "c.json"
+    args = deepspeed_parts.Arguments(batch_size=3, accumulation=2, deepspeed=str(file))
+    sharding = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     given = {
         "train_batch_size": "auto",
         "gradient_clipping": 0.5,
         "bf16": {"enabled": "auto"},
         "optimizer": {"type": "AdamW"},
+        "zero_optimization": {**sharding, "reduce_bucket_size": "auto"},
     }
-    given |= {
-        "zero_optimization": dict(
-            stage=3, reduce_bucket_size="auto", offload_optimizer={"device": "cpu"}
-        )
-    }
-    (tmp_path / "c.json").write_text(json.dumps(given))
+    file.write_text(json.dumps(given))
     for device, enabled in (("cpu", False), ("cuda", True)):
         config = deepspeed_parts.engine_config(args, torch.device(device))
         assert config.pop("steps_per_print") > 10**9
@@ -245,9 +231,9 @@ def test_zero_recipe_auto_values(tmp_path):
             "gradient_accumulation_steps": 2,
             "gradient_clipping": 0.5,
             "bf16": {"enabled": enabled},
-            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+            "zero_optimization": sharding,
         }
-    (tmp_path / "c.json").write_text(json.dumps(given | {"bf16": {"enabled": False}}))
+    file.write_text(json.dumps(given | {"bf16": {"enabled": False}}))
     assert deepspeed_parts.engine_config(args, torch.device("cuda"))["bf16"] == {"enabled": False}
     made = DeepSpeedConfig(config | {"train_batch_size": 6})
     assert made.zero_config.reduce_bucket_size == 5e8 and made.gradient_clipping == 0.5
@@ -269,26 +255,17 @@ def test_zero_recipe_stream_refused():
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_recipe_json_for_trainer(run_ranks, stage):
+@in_ranks(1, 1, group=True)
+def test_zero_recipe_json_for_trainer(me, stage):
     """The Trainer takes the JSON files of the recipe."""
-
-    def filled():
-        from transformers import TrainingArguments
-
-        numbers = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
-        args = TrainingArguments(
-            output_dir="unused", use_cpu=True, bf16=True, deepspeed=str(json_of(stage)), **numbers
-        )
-        args.hf_deepspeed_config.trainer_config_process(args)
-        return args.hf_deepspeed_config.config, args.max_grad_norm
-
-    ((config, norm),) = run_ranks(filled, islands=1, procs=1, group=True)
+    numbers = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
+    file = str(json_of(stage))
+    args = TrainingArguments("unused", use_cpu=True, bf16=True, deepspeed=file, **numbers)
+    args.hf_deepspeed_config.trainer_config_process(args)
+    config = args.hf_deepspeed_config.config
     assert "auto" not in json.dumps(config)
-    assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (
-        3,
-        2,
-    )
-    assert config["gradient_clipping"] == norm == 1.0 and config["bf16"]["enabled"] is True
-    assert config["zero_optimization"]["stage"] == stage
-    assert config["zero_allow_untested_optimizer"] is True
-    assert config["zero_force_ds_cpu_optimizer"] is False
+    wanted = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
+    wanted |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    assert config | wanted == config
+    assert config["gradient_clipping"] == args.max_grad_norm == 1.0
+    assert config["bf16"]["enabled"] is True and config["zero_optimization"]["stage"] == stage

@@ -3,25 +3,24 @@ rank, before anything is sent.
 """
 
 import os
+from dataclasses import replace
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-deepspeed = pytest.importorskip("deepspeed")
+import deepspeed_ext
+import fsdp_demo
+from deepspeed_ext.node_mesh import compare_environment
+from deepspeed_ext.refusals import refuse
+from fsdp_demo import MuonAdamW, Topology, preset
 
-from deepspeed.runtime.config import DeepSpeedConfig  # noqa: E402
-from deepspeed.runtime.engine import DeepSpeedEngine  # noqa: E402
-
-import deepspeed_ext  # noqa: E402
-import fsdp_demo  # noqa: E402
-from deepspeed_ext.node_mesh import compare_environment  # noqa: E402
-from deepspeed_ext.refusals import refuse  # noqa: E402
-from fsdp_demo import MuonAdamW, Topology, preset  # noqa: E402
-
-from ..support import zero  # noqa: E402
-from ..support.inside import in_ranks  # noqa: E402
+from ..support import zero
+from ..support.inside import in_ranks
 
 CPU = {"device": "cpu", "pin_memory": False}
 NVME = {"device": "nvme", "nvme_path": "/nvme"}
@@ -36,68 +35,55 @@ def said(call):
 
 # ---- engines that DeepSpeed makes without a compiler or an accelerator -------------------------
 
+
+def at_stage(stage, **more):
+    return {"zero_optimization": {"stage": stage, **more}}
+
+
 ENGINES = {
-    "ZeRO stage 0: set zero_optimization.stage to 1, 2 or 3": {"zero_optimization": {"stage": 0}},
-    "offload_param, which was never tried: take it out": {
-        "zero_optimization": {"stage": 3, "offload_param": CPU}
-    },
+    "ZeRO stage 0: set zero_optimization.stage to 1, 2 or 3": at_stage(0),
+    "offload_param, which was never tried: take it out": at_stage(3, offload_param=CPU),
     "DeepCompile, .*: set compile.deepcompile to false": {"compile": {"deepcompile": True}},
-    "zero_hpz_partition_size=2, .*: set it to 1": {
-        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}
-    },
-    "zero_quantized_gradients, .*: set it to false": {
-        "zero_optimization": {"stage": 3, "zero_quantized_gradients": True}
-    },
-    "torch_autocast in float16: .* set torch_autocast.dtype to bfloat16": {
-        "torch_autocast": {"enabled": True, "dtype": "float16"}
-    },
-    "sequence parallelism, size 2, .*: train with data": dict(
-        sequence_parallel_size=2, data_parallel_size=1
-    ),
-    "gradients that nobody looks at, .*compute_grad_norm to true": {
-        "bf16": {"enabled": True, "check_grad_overflow": False}
-    },
+    "zero_hpz_partition_size=2, .*: set it to 1": at_stage(3, zero_hpz_partition_size=2),
+    "zero_quantized_gradients, .*: set it to false": at_stage(3, zero_quantized_gradients=True),
+    "torch_autocast in float16: .* set torch_autocast.dtype to bfloat16":
+        {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+    "sequence parallelism, size 2, .*: train with data":
+        {"sequence_parallel_size": 2, "data_parallel_size": 1},
+    "gradients that nobody looks at, .*compute_grad_norm to true":
+        {"bf16": {"enabled": True, "check_grad_overflow": False}},
     "checkpoint.load_universal, .*: take it out": {"checkpoint": {"load_universal": True}},
-}
+}  # fmt: skip
 
 
 @in_ranks(timeout=90)
 def test_zero_refusal_of_untried_engines(me):
     """Engines with untried settings are refused, and their parameters stay as they are."""
-    import re
-
-    out = {}
     for pattern, changes in ENGINES.items():
         made = zero.engine(zero.settings("zero1") | changes)
         before = [p.detach().clone() for p in made.module.parameters()]
-        out[pattern] = said(lambda made=made: deepspeed_ext.attach(made, "diloco"))
+        with pytest.raises(ValueError, match=f"^deepspeed_ext.attach found {pattern}"):
+            deepspeed_ext.attach(made, "diloco")
         assert all(torch.equal(a, b) for a, b in zip(before, made.module.parameters(), strict=True))
         assert "step" not in vars(made)
-    for pattern, text in out.items():
-        assert re.match(f"deepspeed_ext.attach found {pattern}", text), text
 
 
-def test_zero_accepts_bf16_autocast_and_host_masters(run_ranks):
+@in_ranks()
+def test_zero_accepts_bf16_autocast_and_host_masters(me):
     """bf16 autocast and masters in host memory are accepted: the engine trains, and replicas stay
     equal.
     """
-
-    def work(me):
-        out = []
-        for changes in (
-            {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-            {"zero_optimization": {"stage": 2, "offload_optimizer": CPU}},
-        ):
-            made = zero.engine(zero.settings("zero1") | changes, zero.sgd)
-            exchange = deepspeed_ext.attach(made, "demo", checkpoints=False)
-            zero.train(made, range(3), me.rank)
-            exchange.finish()
-            out.append(zero.whole(made))
-        return out
-
-    out = run_ranks(work)
-    for o in out[1:]:
-        assert all(torch.equal(a[n], b[n]) for a, b in zip(o, out[0], strict=True) for n in b)
+    out = []
+    for changes in (
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        {"zero_optimization": {"stage": 2, "offload_optimizer": CPU}},
+    ):
+        config = zero.settings("zero1") | changes
+        made, exchange = zero.attached(config, "demo", checkpoints=False)
+        zero.train(made, range(3), me.rank)
+        exchange.finish()
+        out.append(zero.whole(made))
+    return out
 
 
 # ---- what needs an accelerator or a compiler: DeepSpeed's own reading of the configuration -----
@@ -112,41 +98,29 @@ class Read(DeepSpeedEngine):
         nn.Module.__init__(self)
         self._config = DeepSpeedConfig(zero.settings("zero1") | changes)
         self.module, self.mpu = zero.Model(), None
-        self.optimizer = type(
-            "Zero", (), {"optimizer": zero.adamw(self.module.parameters()), "param_groups": [{}]}
-        )()
+        inner = zero.adamw(self.module.parameters())
+        self.optimizer = type("Zero", (), {"optimizer": inner, "param_groups": [{}]})()
 
 
+MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True}
 CONFIGURED = {
     "fp16: its loss scaling .*; set fp16.enabled to false": {"fp16": {"enabled": True}},
-    "offload_optimizer to NVMe, ": {"zero_optimization": {"stage": 3, "offload_optimizer": NVME}},
-    "offload_param, ": {"zero_optimization": {"stage": 3, "offload_param": NVME}},
-    "the hybrid engine, .*: set hybrid_engine.enabled to false": {
-        "hybrid_engine": {"enabled": True}
-    },
-    "ZenFlow, .*: take zero_optimization.zenflow out": {
-        "zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}
-    },
-    "SuperOffload, .*super_offload to false": {
-        "zero_optimization": {"stage": 3, "offload_optimizer": CPU | {"super_offload": True}}
-    },
-    r"offload_optimizer.ratio=0.5 \(Twin-Flow\), .* to 1.0": {
-        "zero_optimization": {"stage": 3, "offload_optimizer": CPU | {"ratio": 0.5}}
-    },
-    "zero_quantized_weights, ": {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
-    "zero_quantized_nontrainable_weights, ": {
-        "zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}
-    },
-    "bf16 masters or .*bf16_optimizer_states to false": {
-        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}
-    },
-    "bf16 masters or optimizer states": dict(
-        bf16={"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-    ),
-    "tensor_parallel.autotp_size 2, .*: train with data parallelism alone": {
-        "tensor_parallel": {"autotp_size": 2}
-    },
-}
+    "offload_optimizer to NVMe, ": at_stage(3, offload_optimizer=NVME),
+    "offload_param, ": at_stage(3, offload_param=NVME),
+    "the hybrid engine, .*: set hybrid_engine.enabled to false":
+        {"hybrid_engine": {"enabled": True}},
+    "ZenFlow, .*: take zero_optimization.zenflow out": at_stage(2, zenflow={"topk_ratio": 0.1}),
+    "SuperOffload, .*super_offload to false":
+        at_stage(3, offload_optimizer=CPU | {"super_offload": True}),
+    r"offload_optimizer.ratio=0.5 \(Twin-Flow\), .* to 1.0":
+        at_stage(3, offload_optimizer=CPU | {"ratio": 0.5}),
+    "zero_quantized_weights, ": at_stage(3, zero_quantized_weights=True),
+    "zero_quantized_nontrainable_weights, ": at_stage(3, zero_quantized_nontrainable_weights=True),
+    "bf16 masters or .*bf16_optimizer_states to false": {"bf16": MASTERS},
+    "bf16 masters or optimizer states": {"bf16": MASTERS | {"bf16_optimizer_states": True}},
+    "tensor_parallel.autotp_size 2, .*: train with data parallelism alone":
+        {"tensor_parallel": {"autotp_size": 2}},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("pattern", CONFIGURED)
@@ -158,11 +132,8 @@ def test_zero_refusal_of_configurations(pattern):
 
 def test_zero_accepts_neighbouring_configuration():
     """The configuration beside the refused ones is accepted."""
-    refuse(
-        Read(bf16={"enabled": True}, zero_optimization={"stage": 3, "offload_optimizer": CPU}),
-        preset("diloco"),
-        Topology(),
-    )
+    near = {"bf16": {"enabled": True}, **at_stage(3, offload_optimizer=CPU)}
+    refuse(Read(**near), preset("diloco"), Topology())
 
 
 @pytest.mark.parametrize("name, value, pattern", [
@@ -170,20 +141,16 @@ def test_zero_accepts_neighbouring_configuration():
     ("has_moe_layers", True, "MoE layers of DeepSpeed, .*: take a model of ordinary modules"),
     ("mp_world_size", 2, "an mpu with model parallelism, size 2, "),
     ("sequence_parallel_size", 4, "sequence parallelism, size 4, "),
+    (None, None, "MoE layers of DeepSpeed"),  # groups of experts in the optimizer
 ])  # fmt: skip
 def test_zero_refusal_of_other_engines(name, value, pattern):
     """Engines of another kind are refused."""
     engine = Read()
-    setattr(engine, name, value)
+    if name is None:
+        engine.optimizer.param_groups.append({"moe": True})
+    else:
+        setattr(engine, name, value)
     with pytest.raises(ValueError, match=pattern):
-        refuse(engine, preset("diloco"), Topology())
-
-
-def test_zero_refusal_of_expert_groups():
-    """Groups of experts in the optimizer are refused."""
-    engine = Read()
-    engine.optimizer.param_groups.append({"moe": True})
-    with pytest.raises(ValueError, match="MoE layers of DeepSpeed"):
         refuse(engine, preset("diloco"), Topology())
 
 
@@ -192,23 +159,18 @@ def test_zero_refusal_of_expert_groups():
 
 @in_ranks()
 def test_zero_refusal_of_other_objects(me):
-    """Objects other than one engine are refused, and so is a second attach."""
+    """Objects other than one engine are refused."""
     made = zero.engine(zero.settings("zero1"), zero.sgd)
-    wrong = [[made, made], made.optimizer, made.module]
-    out = [said(lambda thing=thing: deepspeed_ext.attach(thing, "demo")) for thing in wrong]
-    # finds its way here
-    out += [said(lambda thing=thing: fsdp_demo.attach(thing, "demo")) for thing in wrong[:2]]
-    exchange = fsdp_demo.attach(made, "demo")
-    out.append(said(lambda: deepspeed_ext.attach(made, "demo")))
-    exchange.finish()
-    listed, zeroed, model, listed_too, zeroed_too, twice = out
-    assert "a list of 2: an exchange counts the steps of one engine, so pass one engine" in listed
-    assert listed_too == listed
-    assert "found DeepSpeedZeroOptimizer: pass the engine" in zeroed and zeroed_too == zeroed
-    assert (
-        "found Model: pass the engine, the first thing that deepspeed.initialize returns" in model
-    )
-    assert "has an exchange already" in twice
+    several = "a list of 2: an exchange counts the steps of one engine, so pass one engine"
+    model = "found Model: pass the engine, the first thing that deepspeed.initialize returns"
+    for thing, words, doors in (
+        ([made, made], several, (deepspeed_ext, fsdp_demo)),  # the latter finds its way here
+        (made.optimizer, "found DeepSpeedZeroOptimizer: pass the engine",
+            (deepspeed_ext, fsdp_demo)),
+        (made.module, model, (deepspeed_ext,)),
+    ):  # fmt: skip
+        for door in doors:
+            assert words in said(lambda door=door, thing=thing: door.attach(thing, "demo"))
 
 
 @in_ranks(1)
@@ -216,18 +178,19 @@ def test_zero_refusal_of_matrix_optimizers(me):
     """Optimizers that need matrices are refused. DeepSpeed takes them without a word, and their
     first step fails.
     """
-    out = []
-    for make in (
-        lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=1e-2),
-        lambda ps: MuonAdamW([(f"layers.0.p{i}", p) for i, p in enumerate(ps)], lr=1e-2),
+    for name, make in (
+        ("Muon", lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=1e-2)),
+        (
+            "MuonAdamW",
+            lambda ps: MuonAdamW([(f"layers.0.p{i}", p) for i, p in enumerate(ps)], 1e-2),
+        ),
     ):
         made = zero.engine(zero.settings("zero1"), make)
-        out.append(said(lambda made=made: deepspeed_ext.attach(made, "muloco")))
-    with pytest.raises(ValueError, match="must be a 2D matrix"):  # what is spared the user
-        zero.train(made, range(1), me.rank)
-    for name, text in zip(("Muon", "MuonAdamW"), out, strict=True):
+        text = said(lambda made=made: deepspeed_ext.attach(made, "muloco"))
         assert f"{name} as the client optimizer" in text
         assert '{"type": "Muon", "params": {"muon_lr": ..., "adam_lr": ...}}' in text
+    with pytest.raises(ValueError, match="must be a 2D matrix"):  # what is spared the user
+        zero.train(made, range(1), me.rank)
 
 
 @in_ranks(1)
@@ -249,12 +212,12 @@ def test_zero_refusal_of_foreign_parameter(me):
 def test_zero_refusal_of_split_partition():
     """Gradient channels that split a partition are refused."""
     demo = preset("demo").channels[0]
-    import dataclasses
 
-    def channels(*clocks, exclude=()):
-        patterns = (("embed*", "norm*"), ("layers*", "head*"))
-        made = [
-            dataclasses.replace(
+    def tried(*clocks, exclude=(), frozen=False):
+        patterns, engine = (("embed*", "norm*"), ("layers*", "head*")), Read()
+        engine.module.head.requires_grad_(not frozen)
+        channels = [
+            replace(
                 demo,
                 name=f"g{i}",
                 schedule=fsdp_demo.SyncSchedule(**schedule),
@@ -263,25 +226,18 @@ def test_zero_refusal_of_split_partition():
             )
             for i, schedule in enumerate(clocks)
         ]
-        return dataclasses.replace(preset("demo"), channels=tuple(made))
+        refuse(engine, replace(preset("demo"), channels=tuple(channels)), Topology())
 
-    refuse(Read(), channels({}, {}), Topology())
-    refuse(Read(), channels({"delay": 2}, {"delay": 2}), Topology())
-    refuse(Read(), channels({}, exclude=("head*",)), Topology())
-    with pytest.raises(
-        ValueError,
-        match=r"unlike schedules .*'g0': \(1, 0, 0\), 'g1': \(1, 0, 2\).*give all one schedule",
-    ):
-        refuse(Read(), channels({}, {"delay": 2}), Topology())
-    with pytest.raises(
-        ValueError,
-        match=r"does not cover head.weight, head.bias, where ZeRO .*let it cover every trained "
-        r"parameter",
-    ):
-        refuse(Read(), channels({"sync_every": 2}, exclude=("head*",)), Topology())
-    frozen = Read()
-    frozen.module.head.requires_grad_(False)
-    refuse(frozen, channels({"sync_every": 2}, exclude=("head*",)), Topology())
+    tried({}, {})
+    tried({"delay": 2}, {"delay": 2})
+    tried({}, exclude=("head*",))
+    tried({"sync_every": 2}, exclude=("head*",), frozen=True)
+    clocks = r"unlike schedules .*'g0': \(1, 0, 0\), 'g1': \(1, 0, 2\).*give all one schedule"
+    with pytest.raises(ValueError, match=clocks):
+        tried({}, {"delay": 2})
+    cover = "does not cover head.weight, head.bias, where ZeRO .*let it cover every trained param"
+    with pytest.raises(ValueError, match=cover):
+        tried({"sync_every": 2}, exclude=("head*",))
 
 
 # ---- where it is attached ----------------------------------------------------------------------
@@ -290,22 +246,17 @@ def test_zero_refusal_of_split_partition():
 @pytest.mark.parametrize(
     "name", ["ISLAND_COUNT", "ISLAND_RANK", "ISLAND_RUN", "ISLAND_NAME", "ISLAND_ENDPOINT"]
 )
-def test_zero_refusal_of_unset_variable(run_ranks, name):
+@in_ranks(timeout=30)
+def test_zero_refusal_of_unset_variable(me, name):
     """A rank that lacks a variable stops all ranks. As in a hostfile launch: rank 1's node has not
     got it. Nobody waits, and nobody trains as a single replica.
     """
-
-    def work(me):
-        if me.proc == 1:
-            del os.environ[name]
-        return said(lambda: deepspeed_ext.topology())
-
-    out = run_ranks(work, timeout=30)
-    for me, text in zip(range(4), out, strict=True):
-        assert text.startswith(f"ranks of one launch have different {name}: ")
-        assert "; nothing on rank 1. " in text
-        assert ".deepspeed_env" in text
-        assert name != "ISLAND_RANK" or f"{me // 2} on rank 0" in text
+    if me.proc == 1:
+        del os.environ[name]
+    text = said(deepspeed_ext.topology)
+    assert text.startswith(f"ranks of one launch have different {name}: ")
+    assert "; nothing on rank 1. " in text and ".deepspeed_env" in text
+    assert name != "ISLAND_RANK" or f"{me.island} on rank 0" in text
 
 
 @in_ranks(timeout=30)
@@ -314,12 +265,9 @@ def test_zero_refusal_of_unset_variables_at_attach(me):
     for variable in [v for v in os.environ if v.startswith("ISLAND_") and me.proc]:
         del os.environ[variable]
     made = zero.engine(zero.settings("zero2"), zero.sgd)
-    by_itself = said(lambda: deepspeed_ext.attach(made, "demo"))
-    texts = (
-        by_itself,
-        said(lambda: deepspeed_ext.attach(made, "demo", topology=Topology.from_env())),
-    )
-    assert all("different ISLAND_COUNT: 2 on rank 0; nothing on rank 1" in text for text in texts)
+    for more in ({}, {"topology": Topology.from_env()}):
+        text = said(lambda more=more: deepspeed_ext.attach(made, "demo", **more))
+        assert "different ISLAND_COUNT: 2 on rank 0; nothing on rank 1" in text
 
 
 @in_ranks(1, 5)
@@ -333,27 +281,27 @@ def test_zero_refusal_names_spans_of_ranks(me):
 @in_ranks(1, 4, env={"ISLAND_COUNT": ""})
 def test_zero_refusal_of_unsaid_nodes(me):
     """A world over several nodes that does not say what its islands are is refused."""
+
+    def engine():
+        return zero.engine(zero.settings("zero1"), zero.sgd)
+
+    def text(made, **more):
+        return said(lambda: deepspeed_ext.attach(made, "demo", **more))
+
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    made = zero.engine(zero.settings("zero1"), zero.sgd)
-    text = said(lambda: deepspeed_ext.attach(made, "demo"))
+    made = engine()
+    unsaid = text(made)
+    assert "one world of 4 ranks over nodes of 2: ZeRO reduces between the nodes" in unsaid
+    assert "ISLAND_COUNT=1" in unsaid
     mesh = Topology("mesh", me.rank // 2, 2, rank=me.rank % 2, world=2)
-    meshed = said(lambda: deepspeed_ext.attach(made, "demo", topology=mesh))
+    words = "a mesh, and an engine that reduces over all nodes: call deepspeed_ext.shard_within_nod"
+    assert words in text(made, topology=mesh)
     os.environ["ISLAND_COUNT"] = "1"  # all nodes are one replica: as was said
-    exchange = deepspeed_ext.attach(zero.engine(zero.settings("zero1"), zero.sgd), "demo")
-    kind = exchange.topology.kind
+    exchange = deepspeed_ext.attach(engine(), "demo")
+    assert (exchange.topology.kind, dist.get_world_size()) == ("single", 4)
     exchange.detach()
     os.environ["ISLAND_COUNT"] = ""
     deepspeed_ext.shard_within_node(2)
-    late = said(lambda: deepspeed_ext.attach(made, "demo"))
+    assert "an engine that was made before shard_within_node" in text(made)
     os.environ.update(ISLAND_COUNT="2", ISLAND_RANK="0", ISLAND_ENDPOINT="localhost:1")
-    both = said(lambda: deepspeed_ext.attach(zero.engine(zero.settings("zero1"), zero.sgd), "demo"))
-    world = dist.get_world_size()
-    assert "one world of 4 ranks over nodes of 2: ZeRO reduces between the nodes" in text
-    assert "ISLAND_COUNT=1" in text
-    assert (
-        "a mesh, and an engine that reduces over all nodes: call "
-        "deepspeed_ext.shard_within_node(ranks_per_node)"
-    ) in meshed
-    assert "an engine that was made before shard_within_node" in late
-    assert "ISLAND_COUNT=2 and shard_within_node(2) at once" in both
-    assert (kind, world) == ("single", 4)
+    assert "ISLAND_COUNT=2 and shard_within_node(2) at once" in text(engine())

@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("deepspeed")
-
-import deepspeed_ext  # noqa: E402
-from fsdp_demo import preset  # noqa: E402
-
-from ..support import joining, zero  # noqa: E402
+from ..support import joining, zero
 
 AT = 5
 CASES = {
@@ -32,17 +27,13 @@ def test_zero_reset(run_ranks: Any, stage: str) -> None:
     """What `safe_set_full_fp32_param` has written becomes the mean over the islands in masters and
     model, stays in a round at rate 0, and other parameters stand as after `flush`."""
     name, settings = CASES[stage]
-    config = preset(name, **settings)
 
     def run(me: Any) -> Any:
         from deepspeed.utils import safe_set_full_fp32_param
 
         found = []
         for resets in (False, True):
-            with zero.another_run():
-                inner = zero.sgd if name == "demo" else zero.adamw
-                made = zero.engine(zero.settings(stage, clip=0.5), inner)
-                exchange = deepspeed_ext.attach(made, config)
+            made, exchange = zero.attached(zero.settings(stage, clip=0.5), name, **settings)
             zero.train(made, range(AT), me.rank)
             parameters = dict(made.module.named_parameters())
             written = {}

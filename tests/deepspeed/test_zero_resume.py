@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import logging
 import shutil
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from fsdp_demo.peers.votes import Ranks
 from fsdp_demo.tools.inspect import inspect
 
 from ..support import zero
+from ..support.damage import flip
 from ..support.inside import in_ranks
 
 N = 5
@@ -46,8 +49,7 @@ CASES = [
 def make(config: dict[str, Any], preset, seed=7, width: int = 130, **keywords) -> tuple[Any, Any]:
     """An engine whose tensors are large enough for sparse codes, attached."""
     torch.manual_seed(seed)
-    optimizer = zero.sgd if preset == "demo" else zero.adamw
-    made = zero.engine(config, optimizer, zero.Model(width), **keywords.pop("engine", {}))
+    made = zero.engine(config, zero.sgd if preset == "demo" else zero.adamw, zero.Model(width))
     made.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(made.optimizer.optimizer, 0.9)
     return made, deepspeed_ext.attach(made, preset, **{**PRESETS.get(preset, {}), **keywords})
 
@@ -68,24 +70,13 @@ def differences(a: Any, b: Any, where: str = "") -> list[str]:
     included).
     """
     if isinstance(a, torch.Tensor):
-        return (
-            []
-            if isinstance(b, torch.Tensor) and a.dtype == b.dtype and bits(a) == bits(b)
-            else [where]
-        )
-    if isinstance(a, dict):
-        return (
-            [where]
-            if set(a) != set(b)
-            else [d for k in a for d in differences(a[k], b[k], f"{where}.{k}")]
-        )
-    if isinstance(a, list | tuple):
-        pairs = enumerate(zip(a, b, strict=False))
-        return (
-            [where]
-            if len(a) != len(b)
-            else [d for i, (x, y) in pairs for d in differences(x, y, f"{where}.{i}")]
-        )
+        alike = isinstance(b, torch.Tensor) and a.dtype == b.dtype and bits(a) == bits(b)
+        return [] if alike else [where]
+    if isinstance(a, dict | list | tuple):
+        a, b = (x if isinstance(x, dict) else dict(enumerate(x)) for x in (a, b))
+        if set(a) != set(b):
+            return [where]
+        return [d for k in a for d in differences(a[k], b[k], f"{where}.{k}")]
     return [] if a == b or a != a and b != b else [f"{where}: {a} {b}"]
 
 
@@ -93,162 +84,131 @@ def bits(t: torch.Tensor) -> bytes:
     return bytes(t.contiguous().view(-1).view(torch.uint8).numpy())
 
 
-def through(me, root, config: dict[str, Any], preset, keywords: dict[str, Any]) -> dict[str, Any]:
-    """N steps, a save, N more; then the same from the checkpoint with an engine of other
-    weights.
-    """
-    made, exchange = make(config, preset, **keywords)
-    first = zero.train(made, range(N), me.rank)
-    made.save_checkpoint(str(root), client_state={"mine": 3})
-    saved, weights = everything(made, exchange), zero.whole(made)
+def root_of(me: Any, root: Path, own: bool) -> str:
+    """The directory that a rank names: on a disk of its island alone, or one that all share."""
+    return str(root / f"disk{me.island}" if own else root)
+
+
+def save(me, root, config: dict[str, Any], preset: str, own: bool = False, **more) -> Any:
+    """N steps and a save; N more."""
+    made, exchange = make(config, preset, **more)
+    losses = zero.train(made, range(N), me.rank)
+    client = {"mine": [3, "x"], "tensor": torch.ones(2)}
+    made.save_checkpoint(root_of(me, root, own), client_state=client)
+    saved = everything(made, exchange) | {"weights": zero.whole(made), "before": losses}
     losses = zero.train(made, range(N, 2 * N), me.rank)
-    wanted = everything(made, exchange)
+    saved |= {"later": everything(made, exchange), "losses": losses}
     exchange.finish()
-    made, exchange = make(config, preset, seed=8 + me.island, **keywords)
-    zero.train(made, range(N), me.rank)
-    flying = len(exchange.state_dict()["in_flight"])  # when the checkpoint is loaded
-    path, client = made.load_checkpoint(str(root))
-    loaded = everything(made, exchange)
-    again = zero.train(made, range(N, 2 * N), me.rank)
-    got = everything(made, exchange)
-    exchange.finish()
-    return {
-        "loaded": differences(saved, loaded),
-        "resumed": differences(wanted, got) + differences(losses, again),
-        "moved": bool(differences(saved["masters"], wanted["masters"])),
-        "flying": min(flying, len(saved["exchange"]["in_flight"])),
-        "path": path,
-        "client": client,
-        "weights": weights,
-        "losses": first + losses,
-    }
+    return saved | {"end": copied(exchange.host.tensors("parameter"))}
 
 
-def check(out: list[dict[str, Any]], root: Path, procs: int = 2, whole: bool = True) -> None:
-    """`whole`: DeepSpeed's script reads what this wrapper saves."""
-    for rank, o in enumerate(out):
-        folder = root / f"island{rank // procs}"
-        assert o["loaded"] == [], (
-            rank,
-            o["loaded"],
-            o["resumed"],
-        )
-        assert o["resumed"] == [], (
-            rank,
-            o["loaded"],
-            o["resumed"],
-        )
-        assert o["moved"], (
-            rank,
-            o["loaded"],
-            o["resumed"],
-        )
-        assert Path(o["path"]).is_relative_to(folder) and o["client"]["mine"] == 3
-        if rank % procs == 0:
-            merged = (
-                get_fp32_state_dict_from_zero_checkpoint(str(folder)) if whole else o["weights"]
-            )
-            assert all(torch.equal(merged[n], w) for n, w in o["weights"].items())
-            assert (folder / "latest").read_text() == f"global_step{N}"
-            assert (folder / "zero_to_fp32.py").exists()
-            assert sorted(
-                p.name for p in (folder / f"global_step{N}" / "exchange").iterdir()
-            ) == sorted(f"rank{r}.{kind}" for r in range(procs) for kind in ("json", "safetensors"))
+def load(
+    me, root, config, preset, own=False, tag=None, before=0, options=None, saves=False, **more
+) -> Any:
+    """A fresh engine with other weights, and `before` steps, loaded; N more steps, and a save where
+    it `saves`.
+    """
+    logging.basicConfig(level=logging.WARNING, force=True)
+    made, exchange = make(config, preset, seed=8 + me.island, **more)
+    zero.train(made, range(before), me.rank)
+    flying = len(exchange.state_dict()["in_flight"])
+    path, client = made.load_checkpoint(root_of(me, root, own), tag, **options or {})
+    loaded = everything(made, exchange) | {"weights": zero.whole(made), "flying": flying}
+    loaded |= {"path": path, "client": client, "samples": made.global_samples}
+    losses = zero.train(made, range(N, 2 * N), me.rank)
+    loaded |= {"later": everything(made, exchange), "losses": losses}
+    if saves:
+        made.save_checkpoint(root_of(me, root, own))
+    exchange.finish()
+    return loaded | {"end": copied(exchange.host.tensors("parameter"))}
+
+
+def alike(saved: dict[str, Any], loaded: dict[str, Any]) -> None:
+    """What was loaded is what was saved, and so is what came of it."""
+    keys = ("masters", "model", "inner", "steps", "exchange", "weights", "later", "losses")
+    found = {key: differences(saved[key], loaded[key]) for key in keys}
+    assert not any(found.values()), found
+    assert differences(saved["masters"], saved["later"]["masters"])
+
+
+def goes_on(me, root: Path, config: dict[str, Any], preset, whole: bool = True) -> None:
+    """N steps, a save, N more; then the same from the checkpoint with an engine of other weights.
+    `whole`: DeepSpeed's script reads what this wrapper saves.
+    """
+    saved, loaded = save(me, root, config, preset), load(me, root, config, preset, before=N)
+    alike(saved, loaded)
+    flies = bool(loaded["flying"] and saved["exchange"]["in_flight"])
+    assert flies == (preset == "streaming_diloco")
+    folder = root / f"island{me.island}"
+    assert Path(loaded["path"]).is_relative_to(folder) and loaded["client"]["mine"] == [3, "x"]
+    if me.proc:
+        return
+    if whole:
+        merged = get_fp32_state_dict_from_zero_checkpoint(str(folder))
+        assert all(torch.equal(merged[n], w) for n, w in saved["weights"].items())
+    assert (folder / "latest").read_text() == f"global_step{N}"
+    assert (folder / "zero_to_fp32.py").exists()
+    parts = sorted(p.name for p in (folder / f"global_step{N}" / "exchange").iterdir())
+    assert parts == [f"rank{r}.{kind}" for r in (0, 1) for kind in ("json", "safetensors")]
 
 
 @pytest.mark.parametrize("stage, preset", CASES)
-def test_zero_resume_bit_for_bit(run_ranks, tmp_path, stage, preset) -> None:
+@in_ranks()
+def test_zero_resume_bit_for_bit(me, tmp_path, stage, preset) -> None:
     """Engines at every stage resume bit for bit."""
-    out = run_ranks(through, args=(tmp_path, zero.settings(stage), preset, {}))
-    check(out, tmp_path)
-    assert all(o["flying"] for o in out) == (preset == "streaming_diloco")
+    goes_on(me, tmp_path, zero.settings(stage), preset)
 
 
-WRAPPERS = {
-    "bf16": ("zero2", {"bf16": True}),
-    "bf16-zero3": ("zero3-parts", {"bf16": True}),
-    "BF16_Optimizer": ("zero1", {"bf16": True, "data_types": {"grad_accum_dtype": "fp32"}}),
-    "offload": ("zero2", {"offload": True}),
-}
+SLOW = pytest.mark.slow
+WRAPPERS = [
+    pytest.param("zero2", {"bf16": True}, id="bf16"),
+    pytest.param("zero3-parts", {"bf16": True}, id="bf16-zero3", marks=SLOW),
+    pytest.param("wrapper", {}, id="BF16_Optimizer"),
+    pytest.param("zero2", {"offload": True}, id="offload", marks=SLOW),
+]
 
 
-@pytest.mark.parametrize(
-    "wrapper",
-    [
-        pytest.param(w, marks=pytest.mark.slow if w in ("offload", "bf16-zero3") else ())
-        for w in WRAPPERS
-    ],
-)
-def test_zero_resume_low_precision(run_ranks, tmp_path, wrapper) -> None:
+@pytest.mark.parametrize("stage, options", WRAPPERS)
+@in_ranks()
+def test_zero_resume_low_precision(me, tmp_path, stage, options) -> None:
     """Engines in low precision resume bit for bit."""
-    stage, options = WRAPPERS[wrapper]
-    out = run_ranks(through, args=(tmp_path, zero.settings(stage, **options), "diloco", {}))
     # "is not a zero checkpoint", says deepspeed 0.19.8 of its own file
-    check(out, tmp_path, whole=wrapper != "BF16_Optimizer")
+    whole = stage != "wrapper"
+    goes_on(me, tmp_path, zero.settings(stage, **options), "diloco", whole=whole)
 
 
-def in_mesh(me: Any, root: Path, config: dict[str, Any], preset: str) -> Any:
-    me = type(me)(me.rank // 2, me.rank % 2, 2, 2, me.rank, me.folder)
-    deepspeed_ext.shard_within_node(2)
-    return through(me, root, config, preset, {})
-
-
-@pytest.mark.parametrize(
-    "stage, preset", [("zero3", "diloco"), pytest.param("zero1", "demo", marks=pytest.mark.slow)]
-)
-def test_zero_resume_mesh(run_ranks, tmp_path, stage, preset) -> None:
+@pytest.mark.parametrize("stage, preset", [
+    ("zero3", "diloco"), pytest.param("zero1", "demo", marks=SLOW),
+])  # fmt: skip
+@in_ranks(1, 4)
+def test_zero_resume_mesh(me, tmp_path, stage, preset) -> None:
     """A mesh resumes. One world: DeepSpeed's rank 0 writes `latest` and the scripts for itself
     only.
     """
-    check(
-        run_ranks(in_mesh, islands=1, procs=4, args=(tmp_path, zero.settings(stage), preset)),
-        tmp_path,
-    )
+    me = replace(me, island=me.rank // 2, proc=me.rank % 2, islands=2, procs=2)
+    deepspeed_ext.shard_within_node(2)
+    goes_on(me, tmp_path, zero.settings(stage), preset)
 
 
 # ---- other numbers, other processes ------------------------------------------------------------
 
 
-def save(me, root, config: dict[str, Any], preset: str, keywords: dict[str, Any]) -> dict[str, Any]:
-    """N steps and a save; N more."""
-    made, exchange = make(config, preset, **keywords)
-    zero.train(made, range(N), me.rank)
-    made.save_checkpoint(str(root))
-    saved = everything(made, exchange)
-    losses = zero.train(made, range(N, 2 * N), me.rank)
-    saved |= {"later": everything(made, exchange), "losses": losses}
-    exchange.detach()
-    return saved
-
-
-def load(me, root, config, preset, keywords, tag: str | None = None, **options) -> Any:
-    """A fresh engine with other weights, loaded; N more steps."""
-    logging.basicConfig(level=logging.WARNING, force=True)
-    made, exchange = make(config, preset, seed=8 + me.island, **keywords)
-    made.load_checkpoint(str(root), tag, **options)
-    loaded = everything(made, exchange)
-    losses = zero.train(made, range(N, 2 * N), me.rank)
-    loaded |= {"later": everything(made, exchange), "losses": losses}
-    exchange.finish()
-    return loaded | {"end": copied(exchange.host.tensors("parameter"))}
-
-
 def test_zero_resume_in_new_processes(run_ranks, tmp_path) -> None:
     """New processes resume, with messages in flight."""
-    args = (tmp_path, zero.settings("zero3-parts", clip=1.0), "streaming_diloco", {})
+    args = (tmp_path, zero.settings("zero3-parts", clip=1.0), "streaming_diloco")
     for a, b in zip(run_ranks(save, args=args), run_ranks(load, args=args), strict=True):
-        b.pop("end")
-        assert a["exchange"]["in_flight"] and differences(a, b) == []
+        assert a["exchange"]["in_flight"]
+        alike(a, b)
 
 
-@pytest.mark.parametrize(
-    "stage", [*(pytest.param(s, marks=pytest.mark.slow) for s in ("zero1", "zero3")), "zero3-parts"]
-)
+@pytest.mark.parametrize("stage", [
+    pytest.param("zero1", marks=SLOW), pytest.param("zero3", marks=SLOW), "zero3-parts",
+])  # fmt: skip
 def test_zero_resume_more_and_fewer_replicas(run_ranks, tmp_path, stage) -> None:
     """The number of replicas may change at a resume. One that is left goes on from its own folder;
     one that is added takes over from the others.
     """
-    args = (tmp_path, zero.settings(stage), "diloco", {})
+    args = (tmp_path, zero.settings(stage), "diloco")
     saved = run_ranks(save, args=args)
     assert differences(saved[0]["masters"], saved[2]["masters"])
     for one, before in zip(run_ranks(load, islands=1, args=args), saved[:2], strict=True):
@@ -264,48 +224,31 @@ def test_zero_resume_more_and_fewer_replicas(run_ranks, tmp_path, stage) -> None
         assert differences(one["end"], three[rank % 2]["end"]) == []
 
 
-@pytest.mark.parametrize(
-    "preset", [pytest.param("demo", marks=pytest.mark.slow), "streaming_diloco"]
-)
-def test_zero_resume_lost_folder(run_ranks, tmp_path, preset) -> None:
-    """A replica whose folder is lost takes over from the other, also where it sees that one's
-    folder; the other goes on from its own.
-    """
-    args = (tmp_path, zero.settings("zero2"), preset, {})
-    saved = run_ranks(save, args=args)
-    shutil.rmtree(tmp_path / "island1")
-    out = run_ranks(load, args=args, check=False)
-    assert all(o.error is None for o in out), [o.error for o in out]
-    for proc in (0, 1):
-        kept, new = out[proc].value, out[2 + proc].value
-        for key in ("masters", "inner", "steps"):
-            assert differences(saved[proc][key], kept[key]) == []
-        assert differences(saved[proc]["steps"], new["steps"]) == []
-        assert differences(kept["end"], new["end"]) == []
-    assert f"island1 holds no whole checkpoint: took over step {N} from island0" in out[2].log
-
-
 def test_zero_resume_torn_save(run_ranks, tmp_path) -> None:
     """A save that one replica did not end is not resumed by any; alone, it is an error that says
     so.
     """
-    args = (tmp_path, zero.settings("zero1"), "demo", {})
+    args = (tmp_path, zero.settings("zero1"), "demo")
+
+    def save_more(me) -> None:
+        made, exchange = make(*args[1:])
+        made.load_checkpoint(str(tmp_path))
+        zero.train(made, range(N, N + 2), me.rank)
+        made.save_checkpoint(str(tmp_path), "later")
+        exchange.detach()
+
     saved = run_ranks(save, args=args)
-    run_ranks(save_more, args=args)
+    run_ranks(save_more)
     assert (tmp_path / "island0" / "latest").read_text() == "later"
     (tmp_path / "island1" / "later" / "exchange" / "rank1.json").unlink()
     (tmp_path / "island1" / "latest").write_text(f"global_step{N}")
-    out = run_ranks(load, args=args, check=False)
-    assert all(o.error is None for o in out), [o.error for o in out]
-    assert all(
-        differences(a["later"], b.value["later"]) == [] for a, b in zip(saved, out, strict=True)
-    )
-    for o in run_ranks(load, args=(*args, "later"), check=False):
-        assert "no checkpoint is seen by all replicas (island0: later; island1: none)" in str(
-            o.error
-        )
-    log = run_ranks(load, args=(*args, "later"), check=False)[2].log
-    assert "later is not complete: exchange/rank1.json missing or of another size" in log
+    for a, b in zip(saved, run_ranks(load, args=args), strict=True):
+        alike(a, b)
+    out = run_ranks(load, args=(*args, False, "later"), check=False)
+    seen = "no checkpoint is seen by all replicas (island0: later; island1: none)"
+    assert all(seen in str(o.error) for o in out)
+    log = "later is not complete: exchange/rank1.json missing or of another size"
+    assert log in out[2].log
 
 
 def save_and_fail(me: Any, root: Path, config: dict[str, Any]) -> list[Any]:
@@ -399,47 +342,31 @@ def test_zero_save_to_new_directories(me, tmp_path) -> None:
 
 def test_zero_resume_flipped_bit_found(run_ranks, tmp_path) -> None:
     """A flipped bit in a checkpoint is found at the resume."""
-    args = (tmp_path, zero.settings("zero2"), "demo", {})
+    args = (tmp_path, zero.settings("zero2"), "demo")
     run_ranks(save, args=args)
     (file,) = (tmp_path / "island1" / f"global_step{N}").glob("zero_pp_rank_1_*optim_states.pt")
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip(file)
     out = run_ranks(load, args=args, check=False)
     assert any("optim_states.pt: checksum does not fit" in str(o.error) for o in out[2:])
     assert all(o.error for o in out[2:])
 
 
-def save_more(me, root, config: dict[str, Any], preset: str, keywords: dict[str, Any]) -> None:
-    made, exchange = make(config, preset, **keywords)
-    made.load_checkpoint(str(root))
-    zero.train(made, range(N, N + 2), me.rank)
-    made.save_checkpoint(str(root), "later")
-    exchange.detach()
-
-
 # ---- what is refused, and what starts anew -----------------------------------------------------
 
 
-def refused(run_ranks: Any, *args: Any, **keywords: Any) -> str:
-    """The error that all ranks raise."""
-    out = run_ranks(load, args=args, check=False, **keywords)
-    errors = {str(o.error).strip().splitlines()[-1].replace("island1", "island0") for o in out}
-    assert len(errors) == 1, errors
-    return errors.pop()
-
-
 def test_zero_resume_other_run_refused(run_ranks, tmp_path) -> None:
-    """A checkpoint of another preset, model or stage is refused."""
-    config = zero.settings("zero2")
-    run_ranks(save, args=(tmp_path, config, "diloco", {}))
-    text = refused(run_ranks, tmp_path, config, "desloc", {})
-    assert "ValueError" in text and "was saved by preset 'diloco', this run has 'desloc'" in text
-    text = refused(run_ranks, tmp_path, config, "diloco", {"width": 66})
-    assert "belongs to another model: embed.weight is (37, 130) there, (37, 66) here" in text
-    text = refused(run_ranks, tmp_path, zero.settings("zero3"), "diloco", {})
-    assert "the same ZeRO stage and parameter groups" in text
-    assert "before attach" in text
+    """A checkpoint of another preset, model or stage is refused, by all ranks alike."""
+    run_ranks(save, args=(tmp_path, zero.settings("zero2"), "diloco"))
+    for stage, preset, width, *said in (
+        ("zero2", "desloc", 130, "was saved by preset 'diloco', this run has 'desloc'"),
+        ("zero2", "diloco", 66, "another model: embed.weight is (37, 130) there, (37, 66) here"),
+        ("zero3", "diloco", 130, "the same ZeRO stage and parameter groups", "before attach"),
+    ):
+        work = partial(load, width=width)
+        out = run_ranks(work, args=(tmp_path, zero.settings(stage), preset), check=False)
+        errors = {str(o.error).strip().splitlines()[-1].replace("island1", "island0") for o in out}
+        (text,) = errors
+        assert "ValueError" in text and all(words in text for words in said), text
 
 
 def anew(me, root, config: dict[str, Any], options: dict[str, Any], empty: Path) -> dict[str, Any]:
@@ -449,127 +376,103 @@ def anew(me, root, config: dict[str, Any], options: dict[str, Any], empty: Path)
     assert made.load_checkpoint(str(empty)) == (None, None) and exchange.step == 9
     assert exchange.state_dict()["in_flight"]
     made.load_checkpoint(str(root), **options)
-    loaded = everything(made, exchange) | {"whole": zero.whole(made)}
+    loaded = everything(made, exchange) | {"whole": zero.whole(made), "log": me.log.read_text()}
     zero.train(made, range(4), me.rank)
     exchange.finish()
     return loaded | {"end": copied(exchange.host.tensors("parameter"))}
 
 
-@pytest.mark.parametrize("stage", [pytest.param("zero2", marks=pytest.mark.slow), "zero3"])
+@pytest.mark.parametrize("stage", [pytest.param("zero2", marks=SLOW), "zero3"])
 @pytest.mark.parametrize("options", [{"load_optimizer_states": False}, {"load_module_only": True}])
 def test_zero_resume_weights_alone(run_ranks, tmp_path, stage, options) -> None:
     """A resume may load the weights alone. The channels start anew: anchors at the weights of one
     replica, which all have.
     """
     config = zero.settings(stage)
-    run_ranks(save, args=(tmp_path, config, "streaming_diloco", {}))
+    run_ranks(save, args=(tmp_path, config, "streaming_diloco"))
     (tmp_path / "empty").mkdir()
-    out = run_ranks(anew, args=(tmp_path, config, options, tmp_path / "empty"), check=False)
-    assert all(o.error is None for o in out), [o.error for o in out]
+    out = run_ranks(anew, args=(tmp_path, config, options, tmp_path / "empty"))
     whole = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "island0"))
-    for o in out:
-        assert all(torch.equal(whole[n], w) for n, w in o.value["whole"].items())
-        state = o.value["exchange"]
-        assert not any(c["momentum"].any() for c in state["channels"].values())
-        assert state["in_flight"] == []
+    for rank, o in enumerate(out):
+        assert all(torch.equal(whole[n], w) for n, w in o["whole"].items())
+        assert not any(c["momentum"].any() for c in o["exchange"]["channels"].values())
+        assert o["exchange"]["in_flight"] == []
         steps = 9 if "load_module_only" in options else N  # DeepSpeed's own count
-        assert o.value["steps"][0] == o.value["steps"][2] == steps
-        assert differences(o.value["end"], out[o.rank % 2].value["end"]) == []
-    assert "was loaded without optimizer states: the channels start anew" in out[0].log
-
-
-def weights(me: Any, root: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    logging.basicConfig(level=logging.WARNING, force=True)
-    made, exchange = make(config, "diloco", seed=8 + me.island)
-    made.load_checkpoint(str(root))
-    loaded = zero.whole(made)
-    zero.train(made, range(N, N + 2), me.rank)
-    exchange.finish()
-    return loaded
+        assert o["steps"][0] == o["steps"][2] == steps
+        assert differences(o["end"], out[rank % 2]["end"]) == []
+    assert "was loaded without optimizer states: the channels start anew" in out[0]["log"]
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_zero_resume_other_number_of_ranks(run_ranks, tmp_path, stage) -> None:
     """Another number of ranks loads the weights alone."""
-    config = zero.settings(stage)
-    run_ranks(save, args=(tmp_path, config, "diloco", {}))
-    out = run_ranks(weights, procs=1, group=True, args=(tmp_path, config), check=False)
+    args = (tmp_path, zero.settings(stage), "diloco")
+    run_ranks(save, args=args)
+    out = run_ranks(load, procs=1, group=True, args=args, check=False)
     assert all(o.error is None for o in out), [o.error for o in out]
     assert "as weights alone, since 2 ranks saved it and 1 load it" in out[0].log
     whole = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "island0"))
-    assert all(torch.equal(whole[n], t) for o in out for n, t in o.value.items())
+    assert all(torch.equal(whole[n], t) for o in out for n, t in o.value["weights"].items())
 
 
-def plain(me: Any, root: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint of an engine without an exchange, with which two replicas begin."""
-    logging.basicConfig(level=logging.WARNING, force=True)
-    torch.manual_seed(7)
-    made = zero.engine(config, zero.adamw, zero.Model(130))
-    made.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(made.optimizer.optimizer, 0.9)
-    zero.train(made, range(2), me.rank % 2)  # both islands alike
-    if me.island == 0:
-        made.save_checkpoint(str(root), "start")
-        (root / f"written{me.rank}").touch()
-    while len(list(root.glob("written*"))) < 2:
-        pass
-    parts = [deepspeed_ext.ZeroHost(made).partitions.masters(), zero.whole(made)]
-    wanted = copied([*parts, list(made.optimizer.optimizer.state.values())])
-    made, exchange = make(config, "diloco", seed=8)
-    path, _ = made.load_checkpoint(str(root))
-    parts = [exchange.host.partitions.masters(), zero.whole(made)]
-    got = copied([*parts, list(made.optimizer.optimizer.state.values())])
-    step = exchange.step
-    made.save_checkpoint(str(root))
-    exchange.finish()
-    return {"path": path, "step": step, "differences": differences(wanted, got)}
-
-
-def test_zero_resume_plain_checkpoint(run_ranks, tmp_path) -> None:
+@in_ranks()
+def test_zero_resume_plain_checkpoint(me, tmp_path) -> None:
     """A checkpoint without the state of an exchange is loaded by all replicas, Adam's moments and
     the step, too, and the channels start anew.
     """
-    out = run_ranks(plain, args=(tmp_path, zero.settings("zero1")), check=False)
-    assert [o.error for o in out] == [None] * 4
-    assert all(o.value["differences"] == [] and o.value["step"] == 2 for o in out)
-    assert out[2].value["path"].startswith(str(tmp_path / "start"))
-    assert "and holds no exchange state: the channels start anew" in out[0].log
-    assert (tmp_path / "island1" / "latest").exists()
+    logging.basicConfig(level=logging.WARNING, force=True)
+    config = zero.settings("zero1")
+    torch.manual_seed(7)
+    made = zero.engine(config, zero.adamw, zero.Model(130))
+    made.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(made.optimizer.optimizer, 0.9)
 
+    def state(masters: list[torch.Tensor]) -> Any:
+        return copied([masters, zero.whole(made), list(made.optimizer.optimizer.state.values())])
 
-def elsewhere(me: Any, root: Path, config: dict[str, Any], tags: list[str]) -> None:
-    made, exchange = make(config, "diloco")
-    try:
-        made.load_checkpoint(
-            str(root / ("here" if me.island == 0 or len(set(tags)) > 1 else "there")),
-            *tags[me.island : me.island + 1],
-        )
-    finally:
-        exchange.detach()
+    zero.train(made, range(2), me.rank % 2)  # both islands alike
+    if me.island == 0:
+        made.save_checkpoint(str(tmp_path), "start")
+        (tmp_path / f"written{me.rank}").touch()
+    while len(list(tmp_path.glob("written*"))) < 2:
+        pass
+    wanted = state(deepspeed_ext.ZeroHost(made).partitions.masters())
+    made, exchange = make(config, "diloco", seed=8)
+    path, _ = made.load_checkpoint(str(tmp_path))
+    assert differences(wanted, state(exchange.host.partitions.masters())) == []
+    assert exchange.step == 2 and path.startswith(str(tmp_path / "start"))
+    made.save_checkpoint(str(tmp_path))
+    exchange.finish()
+    assert (tmp_path / f"island{me.island}" / "latest").exists()
+    said = "and holds no exchange state: the channels start anew"
+    assert me.rank or said in me.log.read_text()
 
 
 def test_zero_resume_unseen_checkpoint_refused(run_ranks, tmp_path) -> None:
     """A checkpoint that not all replicas see is refused."""
     config = zero.settings("zero1")
-    run_ranks(save, args=(tmp_path / "here", config, "diloco", {}))
+    run_ranks(save, args=(tmp_path / "here", config, "diloco"))
     (tmp_path / "there").mkdir()
-    for o in run_ranks(elsewhere, args=(tmp_path, config, ["global_step5"] * 2), check=False):
-        assert (
-            "NeedsDecision: no checkpoint is seen by all replicas (island0: global_step5; island1: "
-            "none): copy"
-        ) in str(o.error)
     plain = tmp_path / "here" / "start"  # of DeepSpeed alone, which island 1 does not see
     plain.mkdir()
     (plain / "mp_rank_00_model_states.pt").touch()
-    for o in run_ranks(elsewhere, args=(tmp_path, config, ["start"] * 2), check=False):
-        assert (
-            "NeedsDecision: replicas do not see the same checkpoint of plain DeepSpeed (island0: "
-            "start; island1: none): copy"
-        ) in str(o.error)
-    for o in run_ranks(elsewhere, args=(tmp_path, config, ["global_step5", "other"]), check=False):
-        assert (
-            "NeedsDecision: replicas load different tags (island0: 'global_step5', island1: "
-            "'other')"
-        ) in str(o.error)
+
+    def elsewhere(me: Any) -> None:
+        made, exchange = make(config, "diloco")
+        for tags, said in (
+            (["global_step5"] * 2, "no checkpoint is seen by all replicas (island0: global_step5; "
+                "island1: none): copy"),
+            (["start"] * 2, "replicas do not see the same checkpoint of plain DeepSpeed (island0: "
+                "start; island1: none): copy"),
+            (["global_step5", "other"], "replicas load different tags (island0: 'global_step5', "
+                "island1: 'other')"),
+        ):  # fmt: skip
+            where = "here" if me.island == 0 or tags[1] == "other" else "there"
+            with pytest.raises(NeedsDecision) as refused:
+                made.load_checkpoint(str(tmp_path / where), tags[me.island])
+            assert said in str(refused.value)
+        exchange.detach()
+
+    run_ranks(elsewhere)
 
 
 @in_ranks()
@@ -593,24 +496,21 @@ def test_zero_resume_clipping_of_exchange(me, tmp_path) -> None:
 def test_zero_inspect_and_outer_parameters(run_ranks, tmp_path) -> None:
     """`fsdp-demo inspect` reads DeepSpeed's folders, and the outer parameters in them."""
     # at step N the parameters are the anchor
-    run_ranks(save, args=(tmp_path, zero.settings("zero2"), "diloco", {"period": N}))
+    run_ranks(partial(save, period=N), args=(tmp_path, zero.settings("zero2"), "diloco"))
     found = inspect(tmp_path)
     assert [Path(f["folder"]).relative_to(tmp_path).as_posix() for f in found] == [
         f"island{i}/global_step{N}" for i in (0, 1)
     ]
     count = sum(p.numel() for p in zero.Model(130).parameters())
-    for f in found:
-        assert f["complete"]
-        assert f["step"] == N
-        assert f["islands"] == 2
-        assert f["shards"] == 2
-        assert f["parameters"] == count
+    wanted = {"complete": True, "step": N, "islands": 2, "shards": 2, "parameters": count}
+    assert all(f | wanted == f for f in found)
     assert inspect(tmp_path / "island1" / f"global_step{N}")[0]["holds"] == {"1": "island1"}
-    whole = anchors(load_exchange(tmp_path / "island0" / f"global_step{N}" / "exchange"), 0)
+    exchange = tmp_path / "island0" / f"global_step{N}" / "exchange"
+    whole = anchors(load_exchange(exchange), 0)
     merged = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "island0"))
     assert sum(t.numel() for t in whole.values()) == count
     assert all(torch.equal(merged[n], t) for n, t in whole.items())
-    (tmp_path / "island0" / f"global_step{N}" / "exchange" / "rank1.json").unlink()
+    (exchange / "rank1.json").unlink()
     assert [f["complete"] for f in inspect(tmp_path)] == [False, True]
 
 
@@ -622,40 +522,36 @@ class Tied(zero.Model):
         self.layers[1].weight = self.layers[0].weight
 
 
-def apart(me: Any, root: Path, config: dict[str, Any]) -> dict[str, Any]:
+@in_ranks(1, 4)
+def test_zero_save_folders_of_trainer_replicas(me, tmp_path) -> None:
+    """Each replica under the Trainer saves into a folder of its own."""
     mesh = deepspeed_ext.shard_within_node(2)
-    torch.manual_seed(7)
-    made = zero.engine(config, zero.adamw, Tied())
-    separate(made, mesh.replica)
-    zero.train(made, range(2), me.rank)
-    made.save_checkpoint(str(root), client_state={"who": mesh.replica})
-    wanted, whole = copied(made.optimizer.optimizer.state_dict()), zero.whole(made)
-    made = zero.engine(config, zero.adamw, Tied())
-    separate(made, mesh.replica)
-    path, client = made.load_checkpoint(str(root))
-    got = copied(made.optimizer.optimizer.state_dict())
-    same = differences(wanted, got) + differences(whole, zero.whole(made))
-    merged = get_fp32_state_dict_from_zero_checkpoint(
-        str(root / "replica1" if mesh.replica else root)
-    )
+
+    def made() -> Any:
+        torch.manual_seed(7)
+        engine = zero.engine(zero.settings("zero2"), zero.adamw, Tied())
+        separate(engine, mesh.replica)
+        return engine
+
+    def state(engine: Any) -> Any:
+        return copied([engine.optimizer.optimizer.state_dict(), zero.whole(engine)])
+
+    first = made()
+    zero.train(first, range(2), me.rank)
+    first.save_checkpoint(str(tmp_path), client_state={"who": mesh.replica})
+    wanted, again = state(first), made()
+    path, client = again.load_checkpoint(str(tmp_path))
+    assert differences(wanted, state(again)) == [] and client["who"] == mesh.replica == me.rank // 2
+    own = tmp_path / "replica1" if mesh.replica else tmp_path
+    assert Path(path).parent == own / "global_step2"
+    merged, whole = get_fp32_state_dict_from_zero_checkpoint(str(own)), wanted[1]
     assert all(torch.equal(merged[n], w) for n, w in whole.items())
     # known to rank 0 of the world only, in plain DeepSpeed
     assert torch.equal(merged["layers.1.weight"], whole["layers.0.weight"])
     torch.distributed.barrier()
     if me.rank == 0:
-        shutil.rmtree(root / "replica1")
+        shutil.rmtree(tmp_path / "replica1")
     torch.distributed.barrier()
-    taken, _ = made.load_checkpoint(str(root))
-    return dict(path=path, client=client["who"], differences=same, whole=whole, taken=taken)
-
-
-def test_zero_save_folders_of_trainer_replicas(run_ranks, tmp_path) -> None:
-    """Each replica under the Trainer saves into a folder of its own."""
-    out = run_ranks(apart, islands=1, procs=4, args=(tmp_path, zero.settings("zero2")))
-    for rank, o in enumerate(out):
-        own = tmp_path / "replica1" if rank > 1 else tmp_path
-        assert o["differences"] == []
-        assert o["client"] == rank // 2
-        assert Path(o["path"]).parent == own / "global_step2"
-        assert Path(o["taken"]).parent == tmp_path / "global_step2"
+    taken, _ = again.load_checkpoint(str(tmp_path))
+    assert Path(taken).parent == tmp_path / "global_step2"
     assert not (tmp_path / "global_step2" / "exchange").exists()

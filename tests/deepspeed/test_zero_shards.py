@@ -46,12 +46,12 @@ def test_zero_shards_pieces_cover_stretches(shape):
     assert list(pieces(shape, 0, total)) == [(0, shape)]
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {stage: {} for stage in (*zero.STAGES, "wrapper")}
-LAYOUTS |= {
+LAYOUTS: dict[str, dict[str, Any]] = {
+    **{stage: {} for stage in (*zero.STAGES, "wrapper")},
     "zero1-round": {"round_robin_gradients": True},
     "zero2-round": {"round_robin_gradients": True},
+    "zero2-aligned": {"parameter_alignment": True, "round_robin_gradients": True},
 }
-LAYOUTS |= {"zero2-aligned": {"parameter_alignment": True, "round_robin_gradients": True}}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -115,28 +115,27 @@ def test_zero_shards_zero3_equals_fsdp2(run_ranks, preset):
     of a model whose every dim 0 is even, on real data: bit for bit.
     """
     periods = {} if preset == "demo" else {"period": 2, "transform": True}
-    optimizer = zero.sgd if preset == "demo" else zero.adamw
     steps = range(10 * periods.get("period", 1))
 
     def model() -> nn.Module:
         torch.manual_seed(7)
         return zero.Aligned()
 
-    def shapes(exchange: Any) -> Any:
-        return [s.shape for s in exchange.host.params]
+    def seen(exchange: Any) -> Any:
+        counts = ("exchanges", "messages", "bytes_sent", "bytes_received")
+        return [s.shape for s in exchange.host.params], [vars(exchange._meter)[k] for k in counts]
 
     def with_zero(me):
-        made = zero.engine(zero.settings("zero3"), optimizer, model())
-        exchange = deepspeed_ext.attach(made, preset, **periods)
+        made, exchange = zero.attached("zero3", preset, model=model(), **periods)
         losses = zero.train(made, steps, me.rank)
-        return losses, vars(exchange._meter), zero.whole(made), shapes(exchange)
+        return losses, seen(exchange), zero.whole(made)
 
     def with_fsdp2(me):
         from torch.distributed.fsdp import fully_shard
 
         made = model()
         fully_shard(made, mesh=me.mesh())
-        inner = optimizer(made.parameters())
+        inner = (zero.sgd if preset == "demo" else zero.adamw)(made.parameters())
         exchange = fsdp_demo.attach(inner, preset, model=made, clip=None, **periods)
         losses = []
         for t in steps:
@@ -146,16 +145,13 @@ def test_zero_shards_zero3_equals_fsdp2(run_ranks, preset):
             inner.step()
             inner.zero_grad()
             losses.append(float(loss))
-        return losses, vars(exchange._meter), probe.whole(made), shapes(exchange)
+        return losses, seen(exchange), probe.whole(made)
 
     by_zero, by_fsdp2 = run_ranks(with_zero), run_ranks(with_fsdp2)
     for results in (by_zero, by_fsdp2):
         assert not any(differing(found[2], results[0][2]) for found in results), "ranks differ"
     for ours, theirs in zip(by_zero, by_fsdp2, strict=True):
-        assert ours[0] == theirs[0] and ours[3] == theirs[3]
-        counts = ("exchanges", "messages", "bytes_sent", "bytes_received")
-        assert all(ours[1][k] == theirs[1][k] for k in counts)
-        assert ours[1]["exchanges"] == 10
+        assert ours[:2] == theirs[:2] and ours[1][1][0] == 10
         assert not differing(ours[2], theirs[2])
 
 
@@ -169,11 +165,9 @@ def test_zero_shards_persistent_sent_once(run_ranks):
         for threshold in (0, 10**9):
             settings = zero.settings("zero3")
             settings["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
-            made = zero.engine(settings)
+            made, exchange = zero.attached(settings, "local_sgd", period=1)
             if threshold:
                 assert all(p.ds_persist for p in made.module.parameters())
-            with zero.another_run():
-                exchange = deepspeed_ext.attach(made, "local_sgd", period=1)
             zero.train(made, range(1), me.rank)
             sent[threshold] = exchange.metrics()["bytes_sent"]
             exchange.detach()
@@ -192,29 +186,24 @@ def test_zero_shards_persistent_sent_once(run_ranks):
 
 
 @pytest.mark.parametrize("stage", zero.STAGES)
-def test_zero_shards_start_of_island_0(run_ranks, stage):
+@in_ranks()
+def test_zero_shards_start_of_island_0(me, stage):
     """All islands start from the masters, frozen parameters and buffers of island 0."""
-
-    def run(me):
-        torch.manual_seed(me.island)
-        model = zero.Model()
-        model.layers[1].weight.requires_grad_(False)
-        model.norm.weight.requires_grad_(False).fill_(1.0 + me.island)
-        model.scale.fill_(me.island + 1.0)
-        made = zero.engine(zero.settings(stage), model=model)
-        exchange = deepspeed_ext.attach(made, "diloco")
-        with torch.no_grad():
-            seen = made(zero.batch(0, 0)[0]).clone()
-        torch.manual_seed(0)
-        first = zero.Model().state_dict()
-        with zero.gathered(made.module):
-            there = dict([*made.module.named_parameters(), *made.module.named_buffers()])
-            assert all(torch.equal(there[n], value) for n, value in first.items())
-        exchange.detach()
-        return seen
-
-    results = run_ranks(run)
-    assert all(torch.equal(seen, results[0]) for seen in results)
+    torch.manual_seed(me.island)
+    model = zero.Model()
+    model.layers[1].weight.requires_grad_(False)
+    model.norm.weight.requires_grad_(False).fill_(1.0 + me.island)
+    model.scale.fill_(me.island + 1.0)
+    made, exchange = zero.attached(stage, "diloco", model=model)
+    with torch.no_grad():
+        seen = made(zero.batch(0, 0)[0]).clone()
+    torch.manual_seed(0)
+    first = zero.Model().state_dict()
+    with zero.gathered(made.module):
+        there = dict([*made.module.named_parameters(), *made.module.named_buffers()])
+        assert all(torch.equal(there[n], value) for n, value in first.items())
+    exchange.detach()
+    return seen
 
 
 # -- steps that are not taken --------------------------------------------------------------------
@@ -241,19 +230,18 @@ SKIPS += [("demo", "zero2"), ("demo", "zero3-parts"), ("diloco", "zero1"), ("dil
 
 
 @pytest.mark.parametrize("preset, stage", SKIPS)
-def test_zero_skip_by_one_replica(run_ranks, preset, stage):
+@in_ranks()
+def test_zero_skip_by_one_replica(me, preset, stage):
     """A replica that skips a step joins the exchange with an empty contribution. A NaN on one rank
     of island 1 in step 2: DeepSpeed skips there alone. Steps, exchanges, rates and replicas stay
     together; under `full` what is applied in that step is the other replica's gradient.
     """
-    period = {} if preset != "diloco" else {"period": 3}
-
-    def run(me, poisoned):
-        torch.manual_seed(7)
-        model = zero.Model()
-        inner = (zero.sgd if preset == "demo" else zero.adamw)(model.parameters())
-        made = zero.engine(zero.settings(stage), lambda _: inner, model, lr_scheduler=Rate(inner))
+    ends = []
+    for poisoned in (False, True):
+        inner = zero.sgd if preset == "demo" else zero.adamw
+        made = zero.engine(zero.settings(stage), inner, lr_scheduler=Rate)
         with zero.another_run():
+            period = {"period": 3} if preset == "diloco" else {}
             exchange = deepspeed_ext.attach(made, preset, **period)
         skipped, warned = [], zero.warnings()
         for t in range(6):
@@ -270,63 +258,36 @@ def test_zero_skip_by_one_replica(run_ranks, preset, stage):
         exchange.detach()
         whole = zero.whole(made)
         assert all(bool(x.isfinite().all()) for x in whole.values())
-        return made.get_lr()[0], whole
-
-    results = run_ranks(lambda me: (run(me, False), run(me, True)))
-    rate, sound = results[0][0]
-    for _, (same, whole) in results:
-        assert same == rate and not all(torch.equal(whole[n], sound[n]) for n in whole)
+        ends.append((made.get_lr()[0], whole))
+    (rate, sound), (same, whole) = ends
+    assert same == rate and not all(torch.equal(whole[n], sound[n]) for n in whole)
+    return rate
 
 
 @pytest.mark.parametrize("stage, preset", [
     ("zero1", "full"), ("zero3-parts", "demo"), ("zero2", "diloco"), ("wrapper", "full"),
     ("zero2-offload", "demo"), ("zero3", "full"),
 ])  # fmt: skip
-def test_zero_skip_by_loop_equals_engine(run_ranks, stage, preset):
+@in_ranks()
+def test_zero_skip_by_loop_equals_engine(me, stage, preset):
     """A step that the loop skips and one that the engine skips are the same."""
-
-    def run(me, by_loop):
-        inner = zero.sgd if preset == "demo" else zero.adamw
-        made = zero.engine(zero.settings(stage, accumulate=2), inner)
-        period = {} if preset != "diloco" else {"period": 2}
-        with zero.another_run():
-            exchange = deepspeed_ext.attach(made, preset, **period)
+    ends = []
+    for by_loop in (True, False):
+        period = {"period": 2} if preset == "diloco" else {}
+        made, exchange = zero.attached(zero.settings(stage, accumulate=2), preset, **period)
         for t in range(5):
+            lost = me.island == 1 and t == 3
             for micro in range(2):
                 rows, targets = zero.batch(t, me.rank, micro)
                 loss = nn.functional.cross_entropy(made(rows), targets)
-                made.backward(loss * (math.nan if me.island == 1 and t == 3 else 1.0))
-                if me.island == 1 and t == 3 and micro == 1 and by_loop:
+                made.backward(loss * (math.nan if lost else 1.0))
+                if lost and micro == 1 and by_loop:
                     exchange.skip()
                 else:
                     made.step()
         assert exchange.step == made.global_steps == 5 and made.skipped_steps == me.island
-        out = zero.whole(made)
-        exchange.detach()
-        return out
-
-    for one, other in run_ranks(lambda me: (run(me, True), run(me, False))):
-        assert all(torch.equal(one[n], other[n]) for n in one)
-
-
-@pytest.mark.parametrize("dampening", [0.0, 0.5])
-@in_ranks()
-def test_zero_attach_changes_no_step(me, dampening):
-    """Attaching changes no step. SGD whose first step is not like later ones: making its state
-    early must not make the first step a later one.
-    """
-
-    def sgd(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=dampening)
-
-    ends = []
-    for attached in (True, False):
-        made = zero.engine(zero.settings("zero3-parts"), sgd)
-        exchange = deepspeed_ext.attach(made, "local_sgd", period=100) if attached else None
-        zero.train(made, range(3), me.rank)
         ends.append(zero.whole(made))
-        if exchange is not None:
-            exchange.detach()
+        exchange.detach()
     assert all(torch.equal(ends[0][n], ends[1][n]) for n in ends[0])
 
 
@@ -338,34 +299,27 @@ def test_zero_attach_changes_no_step(me, dampening):
     "preset, changes",
     [("diloco", {"period": 4}), ("streaming_diloco", {"period": 6, "delay": 2, "layers": 1})],
 )
-def test_zero_outer_parameters_and_finish(run_ranks, stage, preset, changes):
+@in_ranks()
+def test_zero_outer_parameters_and_finish(me, stage, preset, changes):
     """`outer_parameters` are shown and taken back, and the end is common."""
+    made, exchange = zero.attached(zero.settings(stage, bf16=True), preset, **changes)
+    zero.train(made, range(6), me.rank)
+    rows, _ = zero.batch(100, 0)
 
-    def run(me):
-        made = zero.engine(zero.settings(stage, bf16=True))
-        exchange = deepspeed_ext.attach(made, preset, **changes)
-        zero.train(made, range(6), me.rank)
-        rows, _ = zero.batch(100, 0)
+    def shown() -> torch.Tensor:
+        with torch.no_grad():
+            return made(rows).float().clone()
 
-        def shown() -> torch.Tensor:
-            with torch.no_grad():
-                return made(rows).float().clone()
-
-        before = shown()
-        with exchange.outer_parameters(made.module):
-            outer = shown()
-            with pytest.raises(RuntimeError, match="leave the context first"):
-                made.save_checkpoint(str(me.folder))
-        assert torch.equal(before, shown()) and not torch.equal(before, outer)
-        exchange.finish()
-        assert exchange.digests_equal()
-        return outer, shown()
-
-    results = run_ranks(run)
-    for outer, end in results:
-        # seen with a fragment's delta under way
-        assert torch.equal(outer, results[0][0]) or preset == "streaming_diloco"
-        assert torch.equal(end, results[0][1])
+    before = shown()
+    with exchange.outer_parameters(made.module):
+        outer = shown()
+        with pytest.raises(RuntimeError, match="leave the context first"):
+            made.save_checkpoint(str(me.folder))
+    assert torch.equal(before, shown()) and not torch.equal(before, outer)
+    exchange.finish()
+    assert exchange.digests_equal()
+    # seen with a fragment's delta under way
+    return None if preset == "streaming_diloco" else outer, shown()
 
 
 @in_ranks()
@@ -408,38 +362,32 @@ REST = [
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3-parts"])
 @pytest.mark.parametrize("preset", REST)
-def test_zero_shards_preset_bytes_planned(run_ranks, preset, stage):
+@in_ranks()
+def test_zero_shards_preset_bytes_planned(me, preset, stage):
     """Every preset counts the bytes it planned and ends with one model. Those that
     `test_zero_oracle.py` does not follow step by step.
     """
-
-    def run(me):
-        config = fsdp_demo.preset(preset)
-        inner = zero.sgd if config.inner_optimizers[0] == "sgd" else zero.adamw
-        made = zero.engine(zero.settings(stage, bf16=True), inner)
-        changes = {} if config.channels[0].before_step else {"period": 2}
-        if preset.endswith("muloco"):  # bytes do not depend on it, and AdamW alone is refused
-            changes["inner_optimizers"] = "as_is"
-        exchange = deepspeed_ext.attach(made, preset, **changes)
-        sections = [c.section for c in (*exchange.channels, *exchange._runtime.buffers)]
-        planned = Plan(sections, me.islands, me.island).over(range(4)).bytes_sent
-        zero.train(made, range(4), me.rank)
-        assert planned == exchange.metrics()["bytes_sent"] > 0
-        exchange.finish()
-        return zero.whole(made)
-
-    results = run_ranks(run)
-    for whole in results:
-        assert all(torch.equal(t, results[0][n]) for n, t in whole.items())
-        assert all(bool(t.isfinite().all()) for t in whole.values())
+    config = fsdp_demo.preset(preset)
+    inner = zero.sgd if config.inner_optimizers[0] == "sgd" else zero.adamw
+    changes = {} if config.channels[0].before_step else {"period": 2}
+    if preset.endswith("muloco"):  # bytes do not depend on it, and AdamW alone is refused
+        changes["inner_optimizers"] = "as_is"
+    made, exchange = zero.attached(zero.settings(stage, bf16=True), preset, inner, **changes)
+    sections = [c.section for c in (*exchange.channels, *exchange._runtime.buffers)]
+    planned = Plan(sections, me.islands, me.island).over(range(4)).bytes_sent
+    zero.train(made, range(4), me.rank)
+    assert planned == exchange.metrics()["bytes_sent"] > 0
+    exchange.finish()
+    whole = zero.whole(made)
+    assert all(bool(t.isfinite().all()) for t in whole.values())
+    return whole
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3-parts", "wrapper"])
 @in_ranks()
 def test_zero_attach_again_after_finish(me, stage):
     """After `finish` the engine may be attached again, and the old exchange changes nothing."""
-    made = zero.engine(zero.settings(stage, clip=0.7))
-    first = deepspeed_ext.attach(made, "diloco", period=2)
+    made, first = zero.attached(zero.settings(stage, clip=0.7), "diloco", period=2)
     zero.train(made, range(2), me.rank)
     first.finish()
     with pytest.raises(RuntimeError, match="the exchange is finished"):
@@ -458,8 +406,7 @@ def test_zero_attach_again_after_finish(me, stage):
     made.step = lambda *args, **kwargs: ours(*args, **kwargs)  # a profiler, say
     zero.train(made, range(2), me.rank)
     assert third.step == 2
-    assert ours.__name__ == "step"
-    assert "lr_kwargs" in inspect.signature(ours).parameters
+    assert ours.__name__ == "step" and "lr_kwargs" in inspect.signature(ours).parameters
     third.detach()
     third.detach()
     assert made.optimizer.clip_grad == 0.7 and "_optimizer_step" not in vars(made.optimizer)

@@ -5,68 +5,23 @@ of 2 x 2 at every stage.
 import os
 from pathlib import Path
 
+import deepspeed
 import pytest
 import torch
+import transformers.integrations.deepspeed  # noqa: F401
+from transformers import LlamaForCausalLM
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
-deepspeed = pytest.importorskip("deepspeed")
+from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer
 
-import transformers.integrations.deepspeed  # noqa: E402, F401
-from transformers import LlamaForCausalLM, TrainerCallback  # noqa: E402
-
-from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer  # noqa: E402
-
-from ..integrations.test_trainer import history  # noqa: E402
-from ..support import trainer_script as script  # noqa: E402
-from ..support import zero  # noqa: E402
-from ..support.accelerate_anew import accelerate_anew  # noqa: E402, F401
-from ..support.inside import in_ranks  # noqa: E402
-
-AUTO = {
-    name: "auto"
-    for name in (
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "train_batch_size",
-        "gradient_clipping",
-    )
-}
+from ..support import trainer_script as script
+from ..support import zero
+from ..support.inside import in_ranks
+from ..support.trainer_script import history, one_line
 
 
-def settings(stage, **more):
-    """What users write: "auto" wherever the Trainer knows better."""
-    return {
-        **AUTO,
-        "zero_optimization": zero.BUCKETS | zero.STAGES[stage],
-        "bf16": {"enabled": "auto"},
-        "steps_per_print": 10**9,
-        **more,
-    }
-
-
-def extra(preset, **changes):
-    out = {"callbacks": [ExchangeCallback(preset, **changes)]}
-    if preset == "demo":
-        out["optimizer_cls_and_kwargs"] = exchange_optimizer("demo", lr=4e-3)
-    return out
-
-
-def whole(trained):
-    """The fp32 masters of the whole model as one vector, gathered in the island."""
-    return torch.cat([p.flatten() for p in zero.whole(trained.deepspeed).values()])
-
-
-def shown(trained):
-    """The model's own parameters, as a forward sees them."""
-    params = list(trained.model.parameters())
-    with deepspeed.zero.GatheredParameters(params):
-        return torch.cat([p.detach().float().flatten() for p in params])
-
-
-def run(rank, stage, preset, changes, options, **trainer):
-    line, config = extra(preset, **changes), settings(stage, **options)
-    return script.trained(rank.folder / "out", line, deepspeed=config, **trainer)
+def run(rank, stage, preset, changes, **plan):
+    line, config = one_line(preset, **changes), zero.for_trainer(stage)
+    return script.trained(rank.folder / "out", line, deepspeed=config, **plan)
 
 
 CASES = [
@@ -81,10 +36,10 @@ def test_zero_trainer_islands_train_one_model(run_ranks, stage, preset, changes)
 
     def work(rank):
         plan = {"gradient_accumulation_steps": 2, "logging_steps": 1}
-        trained = run(rank, stage, preset, changes, {}, **plan)
+        trained = run(rank, stage, preset, changes, **plan)
         exchange, folder = script.exchange_of(trained), Path(trained.args.output_dir)
-        masters, losses = whole(trained), history(trained, "eval_loss")
-        assert torch.equal(shown(trained), masters) and exchange.digests_equal() is True
+        masters, losses = script.parameters(trained), history(trained, "eval_loss")
+        assert torch.equal(zero.shown(trained), masters) and exchange.digests_equal() is True
         assert exchange.step == trained.state.global_step == trained.deepspeed.global_steps == 8
         assert exchange.metrics()["exchanges"] == (8 if preset == "demo" else 2)
         assert len(losses) == 2 and losses[-1] < losses[0] < 3.3
@@ -93,7 +48,8 @@ def test_zero_trainer_islands_train_one_model(run_ranks, stage, preset, changes)
         assert {"global_step8", "exchange", "trainer_state.json", "latest"} <= saved
         assert len(list(folder.glob("checkpoint-8/exchange/*"))) == 4
         assert script.whole_steps(folder) == [4, 8]
-        return masters, losses, history(trained, "exchange/loss"), history(trained, "loss")
+        heard, mine = (history(trained, key) for key in ("exchange/loss", "loss"))
+        return masters, losses, heard, mine
 
     out = run_ranks(work, islands=2, procs=2, timeout=120)
     _, losses, heard, mine = out[0]
@@ -107,49 +63,40 @@ def test_zero_trainer_islands_train_one_model(run_ranks, stage, preset, changes)
         assert heard == pytest.approx(means, rel=1e-4)
 
 
-class Poison(TrainerCallback):
-    """Makes the gradient of one rank NaN in one step."""
-
-    def __init__(self, step, wanted):
-        self.step, self.wanted, self.done = step, wanted, False
-
-    def on_step_begin(self, args, state, control, model=None, **kwargs):
-        if self.wanted and state.global_step == self.step and not self.done:
-            self.done = True
-            hook = next(p for p in model.parameters()).register_hook(
-                lambda g: (hook.remove(), g * float("nan"))[1]
-            )
+def poison(args, state, control, model=None, **kwargs):
+    """The gradient of the step is NaN."""
+    hook = next(p for p in model.parameters()).register_hook(
+        lambda g: (hook.remove(), g * float("nan"))[1]
+    )
 
 
 @pytest.mark.parametrize(
     "stage, preset, changes", [("zero1", "demo", {}), ("zero3", "diloco", {"period": 2})]
 )
-def test_zero_trainer_nan_step_skipped(run_ranks, stage, preset, changes):
+@in_ranks(timeout=120)
+def test_zero_trainer_nan_step_skipped(me, stage, preset, changes):
     """An island skips a step alone. NaN on one rank of island 1: that island sits the step out,
     joins the exchange, and keeps its schedule.
     """
-
-    def work(rank):
-        plan = {"callbacks": [Poison(3, rank.rank == 3)], "logging_steps": 1}
-        trained = run(rank, stage, preset, changes, {}, **plan)
-        exchange, engine = script.exchange_of(trained), trained.deepspeed
-        assert exchange.step == trained.state.global_step == engine.global_steps == 8
-        assert engine.skipped_steps == rank.island and exchange.digests_equal()
-        return whole(trained), history(trained, "learning_rate")
-
-    out = run_ranks(work, islands=2, procs=2, timeout=120)
-    assert all(torch.equal(o[0], out[0][0]) and o[1] == out[0][1] for o in out)
-    assert torch.isfinite(out[0][0]).all()
-    assert len(set(out[0][1])) == 8  # the rate falls with every step
+    nan = script.At("on_step_begin", poison, 3)
+    plan = {"callbacks": [nan] * (me.rank == 3), "logging_steps": 1}
+    trained = run(me, stage, preset, changes, **plan)
+    exchange, engine = script.exchange_of(trained), trained.deepspeed
+    assert exchange.step == trained.state.global_step == engine.global_steps == 8
+    assert engine.skipped_steps == me.island and exchange.digests_equal()
+    masters, rates = script.parameters(trained), history(trained, "learning_rate")
+    assert torch.isfinite(masters).all()
+    assert len(set(rates)) == 8  # the rate falls with every step
+    return masters, rates
 
 
 @in_ranks(1, env={"ISLAND_COUNT": ""})
 def test_zero_trainer_alone_is_plain_training(me):
     """One island alone trains as without the callback."""
     out = []
-    for where, line in (("plain", {}), ("line", extra("diloco", period=2))):
-        trained = script.trained(me.folder / where, line, deepspeed=settings("zero1"))
-        out.append((whole(trained), history(trained, "loss"), trained.args.output_dir))
+    for where, line in (("plain", {}), ("line", one_line("diloco", period=2))):
+        trained = script.trained(me.folder / where, line, deepspeed=zero.for_trainer("zero1"))
+        out.append((script.parameters(trained), history(trained, "loss"), trained.args.output_dir))
     plain, line = out
     assert torch.equal(plain[0], line[0]) and plain[1] == line[1] and line[2].endswith("/line")
 
@@ -171,16 +118,16 @@ REFUSED = [
 def test_zero_trainer_refusals(me):
     """Settings that cannot work are refused when the Trainer begins."""
     for preset, args, more, said in REFUSED:
-        config = settings("zero1")
+        config = zero.for_trainer("zero1")
         if "max_grad_norm" in args:
             del config["gradient_clipping"]
         line = {"callbacks": [ExchangeCallback(preset)], **more}
         with pytest.raises(ValueError) as error:
             script.trainer(me.folder / "out", line, deepspeed=config, **args)
         assert all(part in str(error.value) for part in said), str(error.value)
-    none = settings("zero1", zero_optimization={"stage": 0})
+    none = zero.for_trainer("zero1", zero_optimization={"stage": 0})
     with pytest.raises(ValueError, match="ZeRO stage 0"):
-        script.trained(me.folder / "out", extra("diloco"), deepspeed=none)
+        script.trained(me.folder / "out", one_line("diloco"), deepspeed=none)
 
 
 @in_ranks()
@@ -190,10 +137,9 @@ def test_zero_trainer_unset_variables_refused(me):
         for name in [n for n in os.environ if n.startswith("ISLAND_")]:
             del os.environ[name]
     with pytest.raises(
-        ValueError,
-        match=r"different ISLAND_COUNT: 2 on rank 0; nothing on rank 1.*\.deepspeed_env",
+        ValueError, match=r"different ISLAND_COUNT: 2 on rank 0; nothing on rank 1.*\.deepspeed_env"
     ):
-        script.trainer(me.folder / "out", extra("diloco"), deepspeed=settings("zero1"))
+        script.trainer(me.folder / "out", one_line("diloco"), deepspeed=zero.for_trainer("zero1"))
 
 
 @in_ranks(timeout=120)
@@ -216,12 +162,12 @@ def test_zero_trainer_zero3_from_pretrained(me, tmp_path):
         line["optimizer_cls_and_kwargs"] = exchange_optimizer("demo", lr=4e-3, weight_decay=0.5)
         plan = {"max_steps": 4, "eval_strategy": "no", "save_strategy": "no"}
         trained = script.trainer(
-            me.folder / script.model.__name__, line, deepspeed=settings("zero3"), **plan
+            me.folder / script.model.__name__, line, deepspeed=zero.for_trainer("zero3"), **plan
         )
         cut = any(p.numel() == 0 for p in trained.model.parameters())
         trained.train()
         groups = [g["weight_decay"] for g in trained.deepspeed.optimizer.optimizer.param_groups]
-        out.append((cut, groups, whole(trained)))
+        out.append((cut, groups, script.parameters(trained)))
         transformers.integrations.deepspeed.unset_hf_deepspeed_config()
     plain, loaded = out
     assert (plain[0], loaded[0]) == (False, True) and plain[1] == loaded[1] == [0.5, 0.0]

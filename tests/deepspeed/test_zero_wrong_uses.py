@@ -19,9 +19,7 @@ from ..support.inside import in_ranks
 def test_zero_lost_steps_and_switched_parameters(me: Any, stage: str) -> None:
     """Steps inside `outer_parameters` and a switched `requires_grad` are refused."""
     for preset, changes in (("diloco", {"period": 2}), ("demo", {"inner_optimizers": "as_is"})):
-        made = zero.engine(zero.settings(stage))
-        with zero.another_run():
-            exchange = deepspeed_ext.attach(made, preset, **changes)
+        made, exchange = zero.attached(stage, preset, zero.adamw, **changes)
         zero.train(made, range(1), me.rank)
         before = zero.whole(made)
         with (
@@ -47,8 +45,7 @@ def test_zero_lost_steps_and_switched_parameters(me: Any, stage: str) -> None:
 @in_ranks(timeout=120)
 def test_zero_masters_changed_since_attach_refused(me: Any, stage: str) -> None:
     """Masters that were changed since attach on one rank of an island are refused by all ranks."""
-    made = zero.engine(zero.settings(stage))
-    exchange = deepspeed_ext.attach(made, "diloco", period=2)
+    made, exchange = zero.attached(stage, "diloco", period=2)
     if me.proc:
         with torch.no_grad():
             exchange.host.partitions.masters()[0].add_(1.0)
@@ -66,8 +63,7 @@ def test_zero_write_behind_an_exchange_is_named(me: Any, stage: str) -> None:
     from deepspeed.utils import safe_set_full_fp32_param
 
     said = zero.warnings()
-    made = zero.engine(zero.settings(stage))
-    exchange = deepspeed_ext.attach(made, "diloco", period=2)
+    made, exchange = zero.attached(stage, "diloco", period=2)
     zero.train(made, range(4), me.rank)
     value = zero.whole(made)["head.weight"]
     value[0] = 0.0
@@ -81,24 +77,6 @@ def test_zero_write_behind_an_exchange_is_named(me: Any, stage: str) -> None:
         with pytest.raises(RuntimeError, match="is not what the model computes with"):
             zero.train(made, range(6, 7), me.rank)
     exchange.detach()
-
-
-@in_ranks(timeout=120)
-def test_zero_load_other_weights_after_attach(me: Any, tmp_path: Any) -> None:
-    """A checkpoint of other weights may be loaded after attach."""
-    torch.manual_seed(99)
-    first = zero.engine(zero.settings("zero2"), model=zero.Model())
-    exchange = deepspeed_ext.attach(first, "diloco", period=2)
-    zero.train(first, range(3), me.rank)
-    first.save_checkpoint(str(tmp_path))
-    exchange.detach()
-    made = zero.engine(zero.settings("zero2"))
-    with zero.another_run():
-        exchange = deepspeed_ext.attach(made, "diloco", period=2)
-    made.load_checkpoint(str(tmp_path))
-    zero.train(made, range(3, 5), me.rank)
-    assert exchange.step == 5
-    exchange.finish()
 
 
 @in_ranks(2, 1, group=True, timeout=120)
@@ -135,8 +113,7 @@ def test_zero_load_before_attach_warned(me: Any, tmp_path: Any) -> None:
     said where it is no plain start.
     """
     said = zero.warnings()
-    first = zero.engine(zero.settings("zero2"))
-    exchange = deepspeed_ext.attach(first, "diloco", period=2)
+    first, exchange = zero.attached("zero2", "diloco", period=2)
     zero.train(first, range(3), me.rank)
     first.save_checkpoint(str(tmp_path))
     exchange.detach()
@@ -180,32 +157,28 @@ def test_zero_same_training_data_warned(me: Any) -> None:
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
-def test_zero_save_16bit_model_per_island(run_ranks: Any, tmp_path: Any, stage: str) -> None:
+@in_ranks(2, 1, group=True, timeout=120)
+def test_zero_save_16bit_model_per_island(me: Any, tmp_path: Any, stage: str) -> None:
     """Islands may save their models into one directory. Each island has its own file, with what it
     trained, or with what is shown.
     """
-
-    def run(me: Any) -> Any:
-        settings = zero.settings(stage)
-        settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-        made = zero.engine(settings)
-        exchange = deepspeed_ext.attach(made, "diloco", period=10)
-        zero.train(made, range(2), me.rank)
-        assert made.save_16bit_model(str(tmp_path / "own"))
-        own = zero.whole(made)["head.weight"]
-        with exchange.outer_parameters(made.module):
-            assert made.save_16bit_model(str(tmp_path / "outer"), "model.bin")
-        exchange.detach()
-        return own
-
-    own = run_ranks(run, 2, 1, group=True, timeout=120)
-    for island, weight in enumerate(own):
-        saved = torch.load(tmp_path / "own" / f"island{island}" / "pytorch_model.bin")
-        assert torch.equal(saved["head.weight"], weight)
+    settings, saved = zero.settings(stage), []
+    settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    made, exchange = zero.attached(settings, "diloco", period=10)
+    zero.train(made, range(2), me.rank)
+    assert made.save_16bit_model(str(tmp_path / "own"))
+    own = zero.whole(made)["head.weight"]
+    with exchange.outer_parameters(made.module):
+        assert made.save_16bit_model(str(tmp_path / "outer"), "model.bin")
+    exchange.detach()
+    me.meet("saved")
+    for island in (0, 1):
+        place = tmp_path / "own" / f"island{island}" / "pytorch_model.bin"
+        saved.append(torch.load(place)["head.weight"])
         outer = torch.load(tmp_path / "outer" / f"island{island}" / "model.bin")
         torch.manual_seed(7)
         assert torch.equal(outer["head.weight"], zero.Model().head.weight)
-    assert not torch.equal(*own)
+    assert torch.equal(saved[me.island], own) and not torch.equal(*saved)
 
 
 @in_ranks(1, 1, group=True, timeout=120)
@@ -227,13 +200,9 @@ def test_zero_load_keeps_clipping(me: Any, tmp_path: Any) -> None:
 @in_ranks(1, 1, group=True, timeout=120)
 def test_zero_refused_step_not_counted(me: Any) -> None:
     """A step that DeepSpeed refuses counts as no micro-batch."""
-    made = zero.engine(zero.settings("zero1", accumulate=2))
-    exchange = deepspeed_ext.attach(made, "diloco", period=2)
+    made, exchange = zero.attached(zero.settings("zero1", accumulate=2), "diloco", period=2)
     zero.train(made, range(1), me.rank, accumulate=2)
-    with (
-        made.no_sync(),
-        pytest.raises(AssertionError, match="illegal to call Engine.step"),
-    ):
+    with made.no_sync(), pytest.raises(AssertionError, match="illegal to call Engine.step"):
         made.step()
     assert made.micro_steps == 2
     zero.train(made, range(1, 3), me.rank, accumulate=2)

@@ -1,26 +1,22 @@
 """`fsdp_demo.integrations.accelerate`: Accelerate's own FSDP2 path inside an island, on CPU."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+from torch.distributed.tensor import DTensor
+from transformers import LlamaForCausalLM
 
-pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
-
-from accelerate import Accelerator  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
-from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
-from transformers import LlamaForCausalLM  # noqa: E402
-
-import fsdp_demo  # noqa: E402
-from fsdp_demo.checkpoint import load_exchange, save_exchange  # noqa: E402
-from fsdp_demo.integrations import accelerate as integration  # noqa: E402
+import fsdp_demo
+from fsdp_demo.checkpoint import load_exchange, save_exchange
+from fsdp_demo.integrations import accelerate as integration
 
 from ..support.inside import in_ranks
-from ..support.llama import llama  # noqa: E402
+from ..support.llama import llama
+from ..support.small import same
 
 # [micro-batch, rank, row, token]
 ROWS = torch.randint(0, 64, (2, 2, 3, 16), generator=torch.Generator().manual_seed(1))
@@ -41,92 +37,65 @@ def expected_gradients(tied=False):
 
 
 def train(rank, shard, precision, tied):
-    """Two micro-batches through `accumulate`; gradients, what kind of tensors there are, and
-    whether a step came early.
-    """
-    accelerator = integration.accelerator(
-        shard=shard, mixed_precision=precision, gradient_accumulation_steps=2
-    )
+    """Two micro-batches through `accumulate`; the model, and whether a step came early."""
+    more = {"mixed_precision": precision, "gradient_accumulation_steps": 2}
+    accelerator = integration.accelerator(shard=shard, **more)
     model = llama(tied)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     synced = []
     for micro in ROWS:
         with accelerator.accumulate(model):
             accelerator.backward(model(input_ids=micro[rank.proc], labels=micro[rank.proc]).loss)
             synced.append(accelerator.sync_gradients)
-    named = [(name.removeprefix("module."), p) for name, p in model.named_parameters()]
-    grads = {
-        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in named
-    }
-    kinds = {(isinstance(p, DTensor), p.dtype, p.grad.dtype) for _, p in named}
-    units = [
-        name for name, module in model.named_modules() if type(module).__name__.startswith("FSDP")
-    ]
-    return {name: g.numpy() for name, g in grads.items()}, kinds, units, synced
+    return model, synced
 
 
 @pytest.mark.parametrize(("shard", "precision", "tied", "tolerance"), [
     (True, "no", False, 1e-5), (True, "no", True, 1e-5), (True, "bf16", False, 0.05),
     (False, "no", False, 1e-5), (False, "bf16", False, 0.05),
 ])  # fmt: skip
-def test_accelerate_gradient_mean_over_island(run_ranks, shard, precision, tied, tolerance):
+@in_ranks(1, 2, env={"ISLAND_COUNT": "1"})
+def test_accelerate_gradient_mean_over_island(me, shard, precision, tied, tolerance):
     """The gradient is the mean over the ranks of the island."""
+    model, synced = train(me, shard, precision, tied)
+    named = {name.removeprefix("module."): p for name, p in model.named_parameters()}
+    kinds = {(isinstance(p, DTensor), p.dtype, p.grad.dtype) for p in named.values()}
+    assert kinds == {(shard, torch.float32, torch.float32)} and synced == [False, True]
+    units = {name for name, m in model.named_modules() if type(m).__name__.startswith("FSDP")}
+    assert ({"model.layers.0", "model.layers.1"} <= units) == shard
     expected = expected_gradients(tied)
-    for grads, kinds, units, synced in run_ranks(
-        train, islands=1, procs=2, args=(shard, precision, tied), env={"ISLAND_COUNT": "1"}
-    ):
-        assert kinds == {(shard, torch.float32, torch.float32)}
-        assert synced == [False, True]
-        assert ("model.layers.0" in units and "model.layers.1" in units) == shard
-        assert set(grads) == set(expected)
-        for name, grad in grads.items():
-            assert (
-                torch.dist(torch.from_numpy(grad), expected[name])
-                <= tolerance * expected[name].norm()
-            ), name
+    assert set(named) == set(expected)
+    for name, p in named.items():
+        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        assert torch.dist(grad, expected[name]) <= tolerance * expected[name].norm(), name
 
 
-def exchange_steps(rank):
-    accelerator = integration.accelerator(gradient_accumulation_steps=2)
-    model = llama()
-    config = fsdp_demo.preset("full")
+@in_ranks()
+def test_accelerate_islands_follow_one_process(me):
+    """Two islands that Accelerate shards follow one process and send nothing on micro-batches."""
+    config, whole = fsdp_demo.preset("full"), llama()
+    reference = fsdp_demo.base_optimizer(config, whole.named_parameters(), lr=0.01)
+    for _ in range(2):
+        for rows in ROWS.flatten(0, 1):
+            (whole(input_ids=rows, labels=rows).loss / 4).backward()
+        reference.step()
+        reference.zero_grad()
+    accelerator, model = integration.accelerator(gradient_accumulation_steps=2), llama()
     optimizer = fsdp_demo.base_optimizer(config, model.named_parameters(), lr=0.01)
     model, optimizer = accelerator.prepare(model, optimizer)
     exchange = fsdp_demo.attach(optimizer, config, model=model)
-    for micro in [ROWS[rank.island], ROWS[1 - rank.island]] * 2:
+    for micro in [ROWS[me.island], ROWS[1 - me.island]] * 2:
         with accelerator.accumulate(model):
-            accelerator.backward(model(input_ids=micro[rank.proc], labels=micro[rank.proc]).loss)
+            accelerator.backward(model(input_ids=micro[me.proc], labels=micro[me.proc]).loss)
             optimizer.step()
             optimizer.zero_grad()
-    sent, steps, equal = exchange.metrics()["messages"], exchange.step, exchange.digests_equal()
+    # per optimizer step: header, reduce-scatter, all-gather
+    assert exchange.step == 2 and exchange.metrics()["messages"] == 2 * 3
+    assert exchange.digests_equal()
     exchange.finish()
-    return (
-        sent,
-        steps,
-        equal,
-        {name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()},
-    )
-
-
-def test_accelerate_islands_follow_one_process(run_ranks):
-    """Two islands that Accelerate shards follow one process and send nothing on micro-batches."""
-    model = llama()
-    optimizer = fsdp_demo.base_optimizer(
-        fsdp_demo.preset("full"), model.named_parameters(), lr=0.01
-    )
-    for _ in range(2):
-        for rows in ROWS.flatten(0, 1):
-            (model(input_ids=rows, labels=rows).loss / 4).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    expected = dict(model.named_parameters())
-    for messages, steps, equal, params in run_ranks(exchange_steps, islands=2, procs=2):
-        # per optimizer step: header, reduce-scatter, all-gather
-        assert steps == 2 and equal and messages == 2 * 3
-        for name, value in params.items():
-            torch.testing.assert_close(
-                torch.from_numpy(value), expected[name].detach(), rtol=1e-3, atol=2e-5
-            )
+    expected = dict(whole.named_parameters())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.full_tensor(), expected[name], rtol=1e-3, atol=2e-5)
 
 
 def test_accelerate_one_process_unsharded():
@@ -222,32 +191,30 @@ class Life:
         return [p.detach().clone() for p in self.model.parameters()]
 
 
-def resumed_by_accelerate(rank, folder):
-    """Weights after 6 steps, after 12 in one go, and after 6 more in a second life."""
-    straight = Life(rank)
-    straight.train(12)
-    straight.exchange.finish()
-    first, mine = Life(rank), Path(folder) / f"island{rank.island}"
-    first.train(6)
-    first.accelerator.save_state(mine / "state")
-    save_exchange(mine / "exchange", first.exchange)
-    first.exchange.detach()
-    second = Life(rank, mine)
-    assert second.exchange.step == 6
-    own = second.weights()
-    assert all(map(torch.equal, own, first.weights()))
-    second.train(12)
-    second.exchange.finish()
-    assert all(map(torch.equal, second.weights(), straight.weights()))
-    return [p.numpy() for p in own]
-
-
-def test_accelerate_resume_bit_for_bit(run_ranks, tmp_path):
+def test_accelerate_resume_bit_for_bit(run_ranks):
     """A run that Accelerate saved goes on bit for bit. Anchors, outer momenta and the islands' own
     steps between two exchanges included.
     """
-    one, two = run_ranks(resumed_by_accelerate, 2, 1, args=(tmp_path,))
-    assert any((a != b).any() for a, b in zip(one, two, strict=True))  # own steps
+
+    def work(rank):
+        """Six steps after twelve in one go, and six more in a second life."""
+        straight = Life(rank)
+        straight.train(12)
+        straight.exchange.finish()
+        first, mine = Life(rank), rank.folder / f"island{rank.island}"
+        first.train(6)
+        first.accelerator.save_state(mine / "state")
+        save_exchange(mine / "exchange", first.exchange)
+        first.exchange.detach()
+        second = Life(rank, mine)
+        own = second.weights()
+        assert second.exchange.step == 6 and same(own, first.weights())
+        second.train(12)
+        second.exchange.finish()
+        assert same(second.weights(), straight.weights())
+        return own
+
+    assert not same(*run_ranks(work, 2, 1))  # own steps
 
 
 @in_ranks(1, env={"ISLAND_COUNT": "1"})

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import functools
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.tracking import GeneralTracker, on_main_process
+from accelerate.utils import TorchDynamoPlugin
+from torch.distributed.tensor import DTensor
 
-pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
+import fsdp_demo
+from fsdp_demo.integrations import accelerate as integration
 
-from accelerate.scheduler import AcceleratedScheduler  # noqa: E402
-from accelerate.tracking import GeneralTracker, on_main_process  # noqa: E402
-from accelerate.utils import TorchDynamoPlugin  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
-
-import fsdp_demo  # noqa: E402
-from fsdp_demo.integrations import accelerate as integration  # noqa: E402
-
-from ..support.llama import llama  # noqa: E402
+from ..support.llama import llama
 
 WINDOWS, MICRO = 3, 2
 ROWS = torch.randint(
@@ -64,53 +61,44 @@ class Memory(GeneralTracker):
 
 
 def compiled(way, island):
-    """(what the Accelerator is given, what is done to the model before `prepare`) for a way to
+    """(what the Accelerator is given, which layers are compiled before `prepare`) for a way to
     compile.
     """
     if way == "regional" or (way == "whole on island 0" and island == 0):
         plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=way == "regional")
-        return {"dynamo_plugin": plugin}, lambda model: None
-    if way == "layers":
-        return {}, lambda model: [layer.compile(backend="eager") for layer in model.model.layers]
-    return {}, lambda model: None
+        return {"dynamo_plugin": plugin}, slice(0)
+    return {}, slice(None) if way == "layers" else slice(0)
 
 
-def train(
-    rank,
-    preset="diloco",
-    changes=None,
-    *,
-    together=False,
-    compile="",
-    recompute="",
-    precision="no",
-    clip=None,
-    schedule=(1.0,),
-    log=False,
-):
+DEFAULTS = {
+    "together": False, "compile": "", "recompute": "", "precision": "no", "clip": None,
+    "schedule": (1.0,), "log": False,
+}  # fmt: skip
+
+
+def train(rank, preset, changes=None, **options):
     """Three optimizer steps of two micro-batches each; what came of them. `together`: both
     micro-batches at once, no accumulation.
 
     The loss is a mean over equally long rows, so both ways have the same gradient.
     """
-    tracker = Memory()
+    o, tracker = SimpleNamespace(**DEFAULTS | options), Memory()
     # `fsdp_activation_checkpointing` of a yaml
-    os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = str(recompute == "launcher").lower()
-    kwargs, compile_model = compiled(compile, rank.island)
+    os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = str(o.recompute == "launcher").lower()
+    more, layers = compiled(o.compile, rank.island)
+    more |= {"mixed_precision": o.precision, "log_with": [tracker] if o.log else None}
     accelerator = integration.accelerator(
-        mixed_precision=precision,
-        gradient_accumulation_steps=1 if together else MICRO,
-        log_with=[tracker] if log else None,
-        **kwargs,
+        gradient_accumulation_steps=1 if o.together else MICRO, **more
     )
     model = llama()
-    if recompute == "model":
+    if o.recompute == "model":
         model.activation_checkpointing_enable()
-    compile_model(model)
+    for layer in model.model.layers[layers]:
+        layer.compile(backend="eager")
     config = fsdp_demo.preset(preset, **(changes or {}))
     optimizer = fsdp_demo.base_optimizer(config, model.named_parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: schedule[min(step, len(schedule) - 1)]
+        optimizer, lambda step: o.schedule[min(step, len(o.schedule) - 1)]
     )
     forwards = []
     model.model.layers[1].mlp.register_forward_pre_hook(
@@ -118,26 +106,25 @@ def train(
     )
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     exchange = fsdp_demo.attach(optimizer, config, model=model)
-    if log:
+    if o.log:
         accelerator.init_trackers("run", {"preset": config.preset})
+    parameters = [p for g in optimizer.param_groups for p in g["params"]]
     out: dict[str, Any] = {"steps": [], "rates": [], "norms": [], "kinds": set()}
     out["scheduler"] = type(scheduler) is AcceleratedScheduler
     handle = optimizer.optimizer.register_step_pre_hook(
         lambda *_: out["rates"].append(optimizer.param_groups[0]["lr"])
     )
     for window in ROWS[:, :, rank.island, rank.proc]:
-        for rows in [window.flatten(0, 1)] if together else window:
+        for rows in [window.flatten(0, 1)] if o.together else window:
             with accelerator.accumulate(model):
                 loss = model(input_ids=rows, labels=rows).loss
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     out["kinds"] |= {
-                        (isinstance(p, DTensor), p.dtype, p.grad.dtype)
-                        for g in optimizer.param_groups
-                        for p in g["params"]
+                        (isinstance(p, DTensor), p.dtype, p.grad.dtype) for p in parameters
                     }
-                    if clip:
-                        norm = accelerator.clip_grad_norm_(model.parameters(), clip)
+                    if o.clip:
+                        norm = accelerator.clip_grad_norm_(model.parameters(), o.clip)
                         # of torch 2.9 it is a DTensor, whose number is this rank's part
                         whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
                         out["norms"].append(float(whole))
@@ -147,23 +134,18 @@ def train(
                 out["steps"].append(exchange.step)
                 if accelerator.sync_gradients:
                     scheduler.step()
-                    if log:
-                        accelerator.log(
-                            {"own loss": loss.item(), **exchange.metrics()}, step=exchange.step
-                        )
+                    if o.log:
+                        values = {"own loss": loss.item(), **exchange.metrics()}
+                        accelerator.log(values, step=exchange.step)
     handle.remove()
     out["exchanges"] = exchange.metrics()["exchanges"]
     out["forwards"] = len(forwards)
     out["names"] = [s.name for s in exchange.host.params]
     exchange.finish()
     out["compiled"] = torch._dynamo.utils.counters["frames"]["ok"]
-    out["equal"] = exchange.digests_equal()
-    parameters = [
-        (p.full_tensor() if isinstance(p, DTensor) else p).detach()
-        for g in optimizer.param_groups
-        for p in g["params"]
-    ]
-    out["params"] = torch.cat([p.flatten() for p in parameters]).numpy()
+    assert exchange.digests_equal() is True
+    whole = [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in parameters]
+    out["params"] = torch.cat([p.flatten() for p in whole])
     accelerator.end_training()
     out["tracker"] = (tracker.stored, tracker.logged, tracker.ended)
     return out
@@ -186,24 +168,20 @@ def islands(run_ranks):
     parameters must be equal bit for bit.
     """
 
-    def call(*args, **kwargs):
-        key = repr((args, kwargs))
-        if key in DONE:
-            return DONE[key]
-        results = run_ranks(
-            lambda rank: train(rank, *args, **kwargs), islands=2, procs=2, timeout=100
-        )
-        for result in results:
-            assert result["equal"] is True and (result["params"] == results[0]["params"]).all()
-        DONE[key] = results
-        return results
+    def call(*args, **options):
+        key = repr((args, options))
+        if key not in DONE:
+            work = functools.partial(train, **options)
+            DONE[key] = run_ranks(work, islands=2, procs=2, timeout=100, args=args)
+            assert all(torch.equal(o["params"], DONE[key][0]["params"]) for o in DONE[key])
+        return DONE[key]
 
     return call
 
 
 def differ(a, b):
     """Relative distance of the parameters of two runs."""
-    a, b = (torch.from_numpy(x[0]["params"]).double() for x in (a, b))
+    a, b = (x[0]["params"].double() for x in (a, b))
     return float((a - b).norm() / b.norm())
 
 
@@ -254,9 +232,7 @@ def test_accelerate_clip_of_own_gradient(islands):
     assert min(norms[0] + norms[1]) > 2 * clip and norms[0] != norms[1]
     for rank, result in enumerate(clipped):
         assert result["norms"] == pytest.approx(norms[rank // 2], rel=1e-4)
-    torch.testing.assert_close(
-        torch.from_numpy(clipped[0]["params"]), expected, rtol=1e-3, atol=2e-5
-    )
+    torch.testing.assert_close(clipped[0]["params"], expected, rtol=1e-3, atol=2e-5)
 
 
 def test_accelerate_clip_reaches_sgd_step(islands):
@@ -267,8 +243,8 @@ def test_accelerate_clip_reaches_sgd_step(islands):
     free, far, near = (
         islands("demo", {"clip": None, "sign": False}, clip=clip) for clip in (None, 1e6, 1e-3)
     )
-    moved = [float((torch.from_numpy(run[0]["params"]) - start).norm()) for run in (free, near)]
-    assert (far[0]["params"] == free[0]["params"]).all() and moved[1] < 0.1 * moved[0]
+    moved = [float((run[0]["params"] - start).norm()) for run in (free, near)]
+    assert torch.equal(far[0]["params"], free[0]["params"]) and moved[1] < 0.1 * moved[0]
 
 
 def test_accelerate_prepared_scheduler_rate(islands):
@@ -278,16 +254,14 @@ def test_accelerate_prepared_scheduler_rate(islands):
     for result in scheduled:
         assert result["scheduler"] and result["rates"] == pytest.approx([0.01, 0.005, 0.001])
     expected, _ = by_hand(schedule=schedule)
-    torch.testing.assert_close(
-        torch.from_numpy(scheduled[0]["params"]), expected, rtol=1e-3, atol=2e-5
-    )
+    torch.testing.assert_close(scheduled[0]["params"], expected, rtol=1e-3, atol=2e-5)
     assert differ(scheduled, islands("full", {"clip": None})) > 1e-2
 
 
 def test_accelerate_tracker_gets_metrics(islands):
     """A tracker gets the metrics on the main process and changes nothing."""
     tracked, silent = islands("demo", log=True), islands("demo")
-    assert (tracked[0]["params"] == silent[0]["params"]).all()
+    assert torch.equal(tracked[0]["params"], silent[0]["params"])
     for rank, result in enumerate(tracked):
         stored, logged, ended = result["tracker"]
         if rank % 2:  # not the main process of its island
@@ -330,7 +304,7 @@ def test_accelerate_activation_checkpointing(islands, way):
     plain, again = islands("demo"), islands("demo", recompute=way)
     for one, two in zip(plain, again, strict=True):
         assert two["forwards"] == 2 * one["forwards"] == 4 * WINDOWS * MICRO // 2
-        assert two["steps"] == one["steps"] and (two["params"] == one["params"]).all()
+        assert two["steps"] == one["steps"] and torch.equal(two["params"], one["params"])
         assert two["names"] == one["names"]
 
 

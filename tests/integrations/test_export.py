@@ -9,43 +9,25 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
+from fsdp_demo import attach, cli
+from fsdp_demo.checkpoint import save_exchange
+from fsdp_demo.integrations.export import export
+from fsdp_demo.integrations.export.card import numbers
+from fsdp_demo.integrations.export.weights import read_model
+from fsdp_demo.integrations.mesh import ExchangeParallelismConfig
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: E402
-
-from fsdp_demo import attach, cli  # noqa: E402
-from fsdp_demo.checkpoint import (
-    folders,
-    save_exchange,  # noqa: E402
-)
-from fsdp_demo.integrations.export import export  # noqa: E402
-from fsdp_demo.integrations.export.card import numbers  # noqa: E402
-from fsdp_demo.integrations.export.weights import read_model  # noqa: E402
-from fsdp_demo.integrations.mesh import ExchangeParallelismConfig  # noqa: E402
-from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer  # noqa: E402
-
-from ..support import trainer_script as script  # noqa: E402
-from .test_trainer import history  # noqa: E402
+from ..support import trainer_script as script
+from ..support.damage import flip, sealed_anew
+from ..support.trainer_script import history, one_line
 
 
 def small(tied=False, wide=False):
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 80 if wide else 16,
-        "intermediate_size": 96,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    }
-    config = LlamaConfig(
-        vocab_size=67,
-        num_hidden_layers=2,
-        tie_word_embeddings=tied,
-        max_position_embeddings=64,
-        **sizes,
-    )
-    return LlamaForCausalLM(config)
+    sizes = {"hidden_size": 80 if wide else 16, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=67, tie_word_embeddings=tied, **sizes, **heads))
 
 
 def rows(seed, count=4):
@@ -72,14 +54,11 @@ def save(rank, folder, model, exchange, sharded):
 
         whole = get_model_state_dict(model)
         if sharded == "safetensors":
-            named = {f"model.{k}": v for k, v in whole.items()} | {
-                "optimizer.model.norm.weight.step": torch.ones(())
-            }
+            named = {f"model.{k}": v for k, v in whole.items()}
+            named["optimizer.model.norm.weight.step"] = torch.ones(())
+            place = str(folder / "model")
             dcp.save(
-                named,
-                storage_writer=dcp.HuggingFaceStorageWriter(
-                    str(folder / "model"), save_distributed=True
-                ),
+                named, storage_writer=dcp.HuggingFaceStorageWriter(place, save_distributed=True)
             )
         else:
             dcp.save({"model": whole}, checkpoint_id=folder / "pytorch_model_fsdp_0")
@@ -163,22 +142,24 @@ def test_export_has_evaluated_loss(run_ranks, tmp_path, case, sharded):
         assert any(not torch.equal(own[name], ours[name]) for name in own)
 
 
-def test_export_of_safetensors_shards(run_ranks, tmp_path):
-    """A model in several safetensors files is exported."""
-    out, run = run_of(run_ranks, "local_sgd", 3, [3], "safetensors", procs=2, period=2)
+FORMS = {
+    "safetensors shards": ("local_sgd", {"sharded": "safetensors"}),
+    # ranks that hold copies of the model have the anchors together
+    "anchors of copies": ("diloco", {"make": lambda: small(wide=True)}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_export_of_several_files(run_ranks, tmp_path, form):
+    """A model in several safetensors files is exported, and one whose anchors are in several."""
+    preset, more = FORMS[form]
+    out, run = run_of(run_ranks, preset, 3, [3], procs=2, period=2, **more)
     export(run, tmp_path / "out")
     assert abs(held_out_loss(loaded(tmp_path / "out")) - out[0][0]) < 1e-6
 
 
-def test_export_anchors_of_copies(run_ranks, tmp_path):
-    """Ranks that hold copies of the model have the anchors together."""
-    wide = {"make": lambda: small(wide=True), "period": 2}
-    out, run = run_of(run_ranks, "diloco", 3, [3], procs=2, **wide)
-    export(run, tmp_path / "out")
-    assert abs(held_out_loss(loaded(tmp_path / "out")) - out[0][0]) < 1e-6
-
-
-def test_export_tied_frozen_and_low_precision(run_ranks, tmp_path):
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "fsdp2"])
+def test_export_tied_frozen_and_low_precision(run_ranks, tmp_path, sharded):
     """A model with tied, frozen and bf16 parameters is exported."""
 
     def make():
@@ -186,17 +167,16 @@ def test_export_tied_frozen_and_low_precision(run_ranks, tmp_path):
         model.model.layers[0].requires_grad_(False)
         return model
 
-    for sharded in (False, True):
-        options = {"make": make, "procs": 1 + sharded, "period": 2}
-        out, run = run_of(run_ranks, "diloco", 3, [3], sharded, **options)
-        export(run, tmp_path / str(sharded))
-        model = loaded(tmp_path / str(sharded))
-        assert model.dtype == torch.bfloat16
-        assert model.lm_head.weight is model.model.embed_tokens.weight
-        # the run's rotary frequencies are bf16, those of a loaded model fp32
-        assert abs(held_out_loss(model) - out[0][0]) < 2e-5
-        frozen, as_made = (m.model.layers[0].mlp.up_proj.weight for m in (model, make()))
-        assert torch.equal(frozen, as_made)
+    options = {"make": make, "procs": 1 + sharded, "period": 2}
+    out, run = run_of(run_ranks, "diloco", 3, [3], sharded, **options)
+    export(run, tmp_path / "out")
+    model = loaded(tmp_path / "out")
+    assert model.dtype == torch.bfloat16
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    # the run's rotary frequencies are bf16, those of a loaded model fp32
+    assert abs(held_out_loss(model) - out[0][0]) < 2e-5
+    frozen, as_made = (m.model.layers[0].mlp.up_proj.weight for m in (model, make()))
+    assert torch.equal(frozen, as_made)
 
 
 def test_export_after_finish_of_any_island(run_ranks, tmp_path):
@@ -276,46 +256,42 @@ def test_export_two_runs_refused(run_ranks, tmp_path):
 def test_export_refusals_in_a_sentence(run_ranks, tmp_path):
     """A run that cannot be exported is refused in a sentence."""
     _, run = run_of(run_ranks, "diloco", 3, [3], True, islands=1, procs=2, period=2)
-    here = run / "island0" / "checkpoint-3"
-    assert "no such folder" in refused(tmp_path / "nowhere", tmp_path / "no")
-    (tmp_path / "empty").mkdir()
-    assert "holds no checkpoint" in refused(tmp_path / "empty", tmp_path / "no")
+    here, no = run / "island0" / "checkpoint-3", tmp_path / "no"
+    empty, other, config = (str(tmp_path / name) for name in ("empty", "other", "config"))
+    Path(empty).mkdir()
+    size = {"hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 2}
+    LlamaConfig(vocab_size=67, num_hidden_layers=2, **size).save_pretrained(other)
+    small().config.save_pretrained(config)
+    assert "no such folder" in refused(tmp_path / "nowhere", no)
+    assert "holds no checkpoint" in refused(empty, no)
     assert "not an empty folder" in refused(run, run)
-    other = tmp_path / "other"
-    LlamaConfig(
-        vocab_size=67,
-        hidden_size=32,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    ).save_pretrained(other)
-    assert "--model names another size" in refused(run, tmp_path / "no", model=str(other))
+    assert "--model names another size" in refused(run, no, model=other)
+    assert "--tokenizer" in refused(run, no, model=config, tokenizer=empty)
     (here / "config.json").unlink()
-    assert "holds no config.json: say with --model" in refused(run, tmp_path / "no")
-    small().config.save_pretrained(tmp_path / "config")
-    export(run, tmp_path / "given", model=str(tmp_path / "config"))
-    assert "--tokenizer" in refused(
-        run, tmp_path / "no", model=str(tmp_path / "config"), tokenizer=str(tmp_path / "empty")
-    )
+    assert "holds no config.json: say with --model" in refused(run, no)
+    export(run, tmp_path / "given", model=config)
     small().config.save_pretrained(here)
-    folders.sum_up(here, 0, 1)
-    folders.seal(here, 3, 1)
+    sealed_anew(here, 3)
     deepspeed = here / "zero_pp_rank_0_mp_rank_00_model_states.pt"
     deepspeed.touch()
-    assert f"zero_to_fp32.py {here.parent} OUT --tag" in refused(run, tmp_path / "no")
+    assert f"zero_to_fp32.py {here.parent} OUT --tag" in refused(run, no)
     deepspeed.unlink()
     files = [p for p in here.rglob("*") if p.suffix in (".safetensors", ".distcp", ".bin")]
-    (model,) = [p for p in files if "model" in str(p.relative_to(here))][:1]
+    model = next(p for p in files if "model" in str(p.relative_to(here)))
     for damaged in (model, here / "exchange" / "rank1.safetensors"):
-        whole = damaged.read_bytes()
-        data = bytearray(whole)
-        data[-5] ^= 1
-        damaged.write_bytes(bytes(data))
-        said = refused(run, tmp_path / "no")
+        flip(damaged, -5)
+        said = refused(run, no)
         assert "checksum" in said and damaged.name in said
-        damaged.write_bytes(whole)
+        flip(damaged, -5)  # and back
     (here / "exchange" / "rank1.json").unlink()
-    assert "lacks rank 1 of island 0" in refused(run, tmp_path / "no")
+    assert "lacks rank 1 of island 0" in refused(run, no)
+
+
+def evaluated(folder):
+    """The evaluation loss of what was exported to folder/out, by a Trainer without islands."""
+    again = script.trainer(folder / "again", {}, split=False)
+    again.model = again.model_wrapped = loaded(folder / "out")
+    return again.evaluate()["eval_loss"]
 
 
 def test_export_of_trainer_run(run_ranks, tmp_path):
@@ -324,31 +300,26 @@ def test_export_of_trainer_run(run_ranks, tmp_path):
     """
 
     def run(rank, fsdp):
-        line = {"callbacks": [ExchangeCallback("diloco", period=3)]}
+        line = one_line("diloco", period=3)
         own = script.trained(rank.folder / "out", line, fsdp=fsdp, max_steps=6)
-        return history(own, "eval_loss"), str(rank.folder / "out")
+        return history(own, "eval_loss")[0], str(rank.folder / "out")
 
     for fsdp in (False, True):
-        out = run_ranks(lambda r, f=fsdp: run(r, f), islands=2, procs=1 + fsdp, timeout=120)
-        folder = tmp_path / f"out{fsdp}"
-        words = () if not fsdp else ("--tokenizer", str(tmp_path / "outFalse"))
-        assert cli.main(["export", out[0][1], str(folder), "--step", "4", *words]) == 0
+        loss, where = run_ranks(run, islands=2, procs=1 + fsdp, timeout=120, args=(fsdp,))[0]
+        folder = tmp_path / f"fsdp{fsdp}" / "out"
+        words = ("--tokenizer", str(tmp_path / "fsdpFalse" / "out")) if fsdp else ()
+        assert cli.main(["export", where, str(folder), "--step", "4", *words]) == 0
         files = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
         assert {*files, "README.md"} <= set(os.listdir(folder))
-        again = script.trainer(tmp_path / "again", {}, split=False)
-        again.model = again.model_wrapped = loaded(folder)
-        assert abs(again.evaluate()["eval_loss"] - out[0][0][0]) < 1e-6
-        assert (
-            AutoTokenizer.from_pretrained(folder)("the of")["input_ids"]
-            == script.tokenizer()("the of")["input_ids"]
-        )
+        assert abs(evaluated(folder.parent) - loss) < 1e-6
+        tokens = AutoTokenizer.from_pretrained(folder)("the of")["input_ids"]
+        assert tokens == script.tokenizer()("the of")["input_ids"]
         card = (folder / "README.md").read_text()
         wanted = ["preset diloco: delta every 3", "delta.schedule.sync_every=3", "anchors"]
         wanted += ["in its last start on 2 islands", "| islands | 2 in the last start, each of"]
         wanted += ["| step | 4 |", "tokens", "evaluation loss", "bytes sent by an island"]
         wanted += ["fsdp-demo 0", f'from_pretrained("{folder.name}")', "source: delta"]
-        wanted += [f"{out[0][0][0]:.4f}"]
-        assert [w for w in wanted if w not in card] == [], card
+        assert [w for w in (*wanted, f"{loss:.4f}") if w not in card] == [], card
 
 
 @pytest.mark.parametrize("case", ["diloco", "released", "demo"])
@@ -363,18 +334,13 @@ def test_export_of_trainer_mesh(run_ranks, tmp_path, case):
         os.environ |= dict(
             PARALLELISM_CONFIG_DP_REPLICATE_SIZE="2", PARALLELISM_CONFIG_DP_SHARD_SIZE="2"
         )
-        line = {"callbacks": [ExchangeCallback(preset, **changes)]}
-        if preset == "demo":
-            line["optimizer_cls_and_kwargs"] = exchange_optimizer(preset, lr=4e-3)
-        settings = dict(axes=ExchangeParallelismConfig(), split=False, max_steps=6)
-        own = script.trained(rank.folder / "out", line, fsdp=True, **settings)
+        plan = dict(axes=ExchangeParallelismConfig(), split=False, max_steps=6, fsdp=True)
+        own = script.trained(rank.folder / "out", one_line(preset, **changes), **plan)
         return history(own, "eval_loss"), str(rank.folder / "out")
 
     out = run_ranks(run, islands=1, procs=4, timeout=120, env={"ISLAND_COUNT": ""})
-    chosen = export(out[0][1], tmp_path / "out", step=4)
-    again = script.trainer(tmp_path / "again", {}, split=False)
-    again.model = again.model_wrapped = loaded(tmp_path / "out")
-    assert chosen.kind == kind and abs(again.evaluate()["eval_loss"] - out[0][0][0]) < 1e-6
+    assert export(out[0][1], tmp_path / "out", step=4).kind == kind
+    assert abs(evaluated(tmp_path) - out[0][0][0]) < 1e-6
 
 
 def test_export_command_without_deepspeed_warning(monkeypatch, tmp_path):
@@ -406,26 +372,26 @@ def test_export_card_numbers_of_step(tmp_path):
     """
     island = tmp_path / "island0"
     (island / "checkpoint-4").mkdir(parents=True)
-    lines = [
-        {"step": s, "loss": 10.0 - s, "global_loss": 9.5 - s, "bytes_sent": 1000 * s}
-        for s in (2, 4, 6)
-    ]
-    (island / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    events = [
-        {"kind": "evaluation", "step": s, "loss": loss}
-        for s, loss in ((0, 11), (4, 6.25), (6, 4.25))
-    ]
-    (island / "events.jsonl").write_text("\n".join(map(json.dumps, events)))
+
+    def written(name, rows):
+        (island / name).write_text("\n".join(map(json.dumps, rows)))
+
+    losses = [(s, {"loss": 10.0 - s, "global_loss": 9.5 - s}) for s in (2, 4, 6)]
+    written("metrics.jsonl", [{"step": s, **loss, "bytes_sent": 1000 * s} for s, loss in losses])
+    evaluated = ((0, 11), (4, 6.25), (6, 4.25))
+    event = {"kind": "evaluation"}
+    written("events.jsonl", [{**event, "step": s, "loss": loss} for s, loss in evaluated])
+    written("summary.json", [{"steps": 6, "bytes_sent_per_island": 7000}])
     (tmp_path / "summary.json").write_text("{}")
-    (island / "summary.json").write_text(json.dumps({"steps": 6, "bytes_sent_per_island": 7000}))
-    at = [
-        numbers(island / f"checkpoint-{s}", tmp_path, s, ended)
-        for s, ended in ((4, False), (6, True), (6, False))
-    ]
+
+    def at(step, ended):
+        return numbers(island / f"checkpoint-{step}", tmp_path, step, ended)
+
     both = {"training loss, all islands": "5.5000", "training loss, one island": "6.0000"}
-    assert at[0] == both | {"evaluation loss": "6.2500", "bytes sent by an island": "4 kB"}
-    assert (at[1]["evaluation loss"], at[1]["bytes sent by an island"]) == ("4.2500", "7 kB")
-    assert "evaluation loss" not in at[2]
+    assert at(4, False) == both | {"evaluation loss": "6.2500", "bytes sent by an island": "4 kB"}
+    last = at(6, True)
+    assert (last["evaluation loss"], last["bytes sent by an island"]) == ("4.2500", "7 kB")
+    assert "evaluation loss" not in at(6, False)
     alone = numbers(island / "checkpoint-4", island / "checkpoint-4", 4, True)
     assert alone["evaluation loss"] == "6.2500"
     assert numbers(tmp_path / "elsewhere", tmp_path / "elsewhere", 4, True) == {}

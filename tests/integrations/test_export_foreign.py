@@ -8,12 +8,9 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-pytest.importorskip("transformers")
-
-from safetensors.torch import save_file  # noqa: E402
-
-from fsdp_demo.integrations.export.weights import read_model  # noqa: E402
+from fsdp_demo.integrations.export.weights import read_model
 
 
 def indexed(folder, *files):

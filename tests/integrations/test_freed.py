@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
+import fsdp_demo
+from fsdp_demo.integrations.accelerate import accelerator
 
-import fsdp_demo  # noqa: E402
-from fsdp_demo.integrations.accelerate import accelerator  # noqa: E402
-from fsdp_demo.integrations.trainer import ExchangeCallback  # noqa: E402
-
-from ..support import trainer_script as script  # noqa: E402
-from ..support.freed import left, references  # noqa: E402
-from ..support.heard import heard  # noqa: E402
+from ..support import trainer_script as script
+from ..support.freed import left, references
+from ..support.heard import heard
 from ..support.inside import in_ranks
-from ..support.trainer_script import before_ranks  # noqa: E402, F401
+from ..support.trainer_script import before_ranks, one_line  # noqa: F401
 
 
-def test_accelerate_frees_the_model(run_ranks: Any) -> None:
+@in_ranks(1, 2)
+def test_accelerate_frees_the_model(me: Any) -> None:
     """Behind `finish` and `free_memory` nothing is left of what Accelerate has prepared."""
 
     def life() -> dict[str, Any]:
@@ -37,8 +33,7 @@ def test_accelerate_frees_the_model(run_ranks: Any) -> None:
         made.free_memory()
         return references(model=model, optimizer=optimizer.optimizer, exchange=exchange)
 
-    for found in run_ranks(lambda: left(life), 1, 2):
-        assert not found
+    assert not left(life)
 
 
 @in_ranks(2, 1)
@@ -49,16 +44,14 @@ def test_trainer_frees_the_model(me: Any) -> None:
     said = heard()
 
     def life(steps: int, resume: bool) -> dict[str, Any]:
-        more = {"max_steps": steps, "save_only_model": True, "eval_strategy": "no"}
-        callback = ExchangeCallback("diloco", period=2)
-        trained = script.trained(
-            me.folder / "out", {"callbacks": [callback]}, resume=resume, **more
-        )
+        plan = {"max_steps": steps, "save_only_model": True, "eval_strategy": "no"}
+        line = one_line("diloco", period=2)
+        trained = script.trained(me.folder / "out", line, resume=resume, **plan)
         trained.accelerator.free_memory()
         return references(
             model=trained.model,
             optimizer=trained.optimizer.optimizer,
-            exchange=callback.exchange,
+            exchange=script.exchange_of(trained),
         )
 
     first, before = left(life, 4, False), list(said)

@@ -2,14 +2,10 @@
 
 import pytest
 import torch
+from datasets import Dataset, IterableDataset
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
-
-from datasets import Dataset, IterableDataset  # noqa: E402
-
-from fsdp_demo import Topology  # noqa: E402
-from fsdp_demo.integrations.data import split_dataset_by_island  # noqa: E402
+from fsdp_demo import Topology
+from fsdp_demo.integrations.data import split_dataset_by_island
 
 ISLANDS = [Topology("islands", island=i, islands=3) for i in range(3)]
 

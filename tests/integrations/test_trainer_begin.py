@@ -10,30 +10,19 @@ import time
 from pathlib import Path
 
 import pytest
+from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_callback import TrainerControl
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
-
-from transformers import EarlyStoppingCallback, TrainerCallback  # noqa: E402
-from transformers.trainer_callback import TrainerControl  # noqa: E402
-
-import fsdp_demo  # noqa: E402
-from fsdp_demo.integrations.trainer import (  # noqa: E402
-    ExchangeCallback,
+import fsdp_demo
+from fsdp_demo.integrations.trainer import (
     beginning,
-    exchange_optimizer,
     session,
     state,
 )
 
-from ..support import trainer_script as script  # noqa: E402
-
-
-def alone(rank, callbacks, **settings):
-    """One island, whose preset has an optimizer of its own."""
-    extra = {"optimizer_cls_and_kwargs": exchange_optimizer("demo", lr=1e-3)}
-    settings = {"max_steps": 4, "eval_strategy": "no", "save_steps": 2, **settings}
-    return script.trainer(rank.folder / "out", extra, callbacks=callbacks, **settings)
+from ..support import trainer_script as script
+from ..support.inside import in_ranks
+from ..support.trainer_script import one_line
 
 
 def told(folder):
@@ -51,7 +40,7 @@ def test_trainer_sigterm_before_first_step(run_ranks, tmp_path):
                 time.sleep(60)  # a compilation
 
         session.Evaluations = Terminated
-        alone(rank, [ExchangeCallback("demo")]).train()
+        script.alone(rank).train()
 
     env = {"ISLAND_STATUS": str(tmp_path / "status")}
     (out,) = run_ranks(work, islands=1, procs=1, env=env, check=False, timeout=50)
@@ -60,77 +49,62 @@ def test_trainer_sigterm_before_first_step(run_ranks, tmp_path):
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_trainer_peer_lost_and_disk_full(run_ranks, full):
+@in_ranks(1, 1, env=lambda rank: {"ISLAND_STATUS": str(rank.folder / "status")})
+def test_trainer_peer_lost_and_disk_full(me, full):
     """A run with a lost peer and a full disk does not ask to be started again. It would go on from
     an older checkpoint: uncaught, the error ends Python with 1, not 75.
     """
 
-    def work(rank):
-        class Lost(TrainerCallback):
-            def on_step_begin(self, args, state, control, **kwargs):
-                if state.global_step == 1:
-                    raise fsdp_demo.PeerLost("island 1")
+    def lost(*_, **__):
+        raise fsdp_demo.PeerLost("island 1")
 
-        def no_room(*args):
-            raise OSError(28, "No space left on device")
+    def no_room(*args):
+        raise OSError(28, "No space left on device")
 
-        if full:
-            state.save_state = no_room
-        trained = alone(rank, [ExchangeCallback("demo"), Lost()])
-        with pytest.raises(fsdp_demo.PeerLost) as ended:
-            trained.train()
-        return ended.value.unsaved, told(os.environ["ISLAND_STATUS"])
-
-    (out,) = run_ranks(
-        work, islands=1, procs=1, env=lambda rank: {"ISLAND_STATUS": str(rank.folder / "status")}
-    )
-    assert out == (full, {} if full else {"rank0": "75"})
+    if full:
+        state.save_state = no_room
+    trained = script.alone(me, [script.At("on_step_begin", lost, 1)])
+    with pytest.raises(fsdp_demo.PeerLost) as ended:
+        trained.train()
+    assert ended.value.unsaved == full
+    assert told(os.environ["ISLAND_STATUS"]) == ({} if full else {"rank0": "75"})
 
 
 @pytest.mark.parametrize("behind", [False, True])
-def test_trainer_newcomer_restores_callbacks(run_ranks, behind):
+@in_ranks(1, 1)
+def test_trainer_newcomer_restores_callbacks(me, behind):
     """A newcomer restores the states of callbacks, and none is left out. transformers takes
     restored callbacks out of the list and puts them in anew, while `on_train_begin` walks it.
     """
+    begun, steps = [], []
 
-    def work(rank):
-        begun, steps = [], []
+    class Seen(TrainerCallback):
+        def __init__(self, name):
+            self.name = name
 
-        class Seen(TrainerCallback):
-            def __init__(self, name):
-                self.name = name
+        def on_train_begin(self, args, state, control, **kwargs):
+            begun.append(self.name)
 
-            def on_train_begin(self, args, state, control, **kwargs):
-                begun.append(self.name)
+        def on_step_end(self, args, state, control, **kwargs):
+            steps.append(self.name)
 
-            def on_step_end(self, args, state, control, **kwargs):
-                steps.append(self.name)
+    states = {"EarlyStoppingCallback": EarlyStoppingCallback(3).state()}
+    states["TrainerControl"] = TrainerControl().state()
+    attach = beginning.attach
 
-        states = {"EarlyStoppingCallback": EarlyStoppingCallback(3).state()}
-        states["TrainerControl"] = TrainerControl().state()
-        attach = beginning.attach
+    def joined(*args, **kwargs):
+        exchange = attach(*args, **kwargs)
+        exchange.newcomer, exchange.told = True, {"state": {"stateful_callbacks": states}}
+        return exchange
 
-        def joined(*args, **kwargs):
-            exchange = attach(*args, **kwargs)
-            exchange.newcomer, exchange.told = True, {"state": {"stateful_callbacks": states}}
-            return exchange
-
-        beginning.attach = joined
-        callbacks = [EarlyStoppingCallback(3), ExchangeCallback("demo")]
-        if behind:
-            callbacks.reverse()
-        settings = {"max_steps": 1, "save_strategy": "no", "metric_for_best_model": "loss"}
-        trained = alone(
-            rank,
-            [*callbacks, Seen("a"), Seen("b")],
-            greater_is_better=False,
-            eval_strategy="steps",
-            eval_steps=1,
-            restore_callback_states_from_checkpoint=True,
-            **settings,
-        )
-        trained.train()
-        return begun, steps
-
-    (out,) = run_ranks(work, islands=1, procs=1)
-    assert out == (["a", "b"], ["a", "b"])
+    beginning.attach = joined
+    line = one_line("demo")
+    callbacks = [EarlyStoppingCallback(3), *line.pop("callbacks")]
+    if behind:
+        callbacks.reverse()
+    settings = {"max_steps": 1, "save_strategy": "no", "metric_for_best_model": "loss"}
+    settings |= {"greater_is_better": False, "eval_strategy": "steps", "eval_steps": 1}
+    settings |= {"restore_callback_states_from_checkpoint": True}
+    settings |= {"callbacks": [*callbacks, Seen("a"), Seen("b")]}
+    script.trained(me.folder / "out", line, **settings)
+    assert (begun, steps) == (["a", "b"], ["a", "b"])

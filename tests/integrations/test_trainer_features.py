@@ -2,27 +2,30 @@
 
 import logging
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import (
+    AutoModelForCausalLM,
+    HfArgumentParser,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
+import fsdp_demo
+from fsdp_demo import Topology
+from fsdp_demo.integrations.arguments import ExchangeArguments
+from fsdp_demo.integrations.data import split_dataset_by_island
+from fsdp_demo.integrations.trainer import ExchangeCallback
 
-from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
-
-import fsdp_demo  # noqa: E402
-from fsdp_demo import Topology  # noqa: E402
-from fsdp_demo.integrations.arguments import ExchangeArguments  # noqa: E402
-from fsdp_demo.integrations.data import split_dataset_by_island  # noqa: E402
-from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer  # noqa: E402
-
-from ..support import trainer_script as script  # noqa: E402
-from ..support.heard import heard  # noqa: E402
+from ..support import trainer_script as script
+from ..support.heard import heard
 from ..support.inside import in_ranks
-from .test_trainer import history, one_line  # noqa: E402
+from ..support.trainer_script import history, one_line
 
 
 def test_trainer_flags(tmp_path):
@@ -60,35 +63,29 @@ class Epochs(TrainerCallback):
         self.clip.append(args.max_grad_norm)
 
 
-@pytest.mark.parametrize("preset, settings", [
-    ("full",
+@pytest.mark.parametrize("preset, procs, settings", [
+    ("full", 2,
         {"max_grad_norm": 0.3, "max_steps": -1, "num_train_epochs": 1, "eval_strategy": "epoch"}),
-    ("muloco", {"bf16": True}),
-    ("decoupled_momentum", {"gradient_accumulation_steps": 2, "activation_checkpointing": True,
+    ("muloco", 2, {"bf16": True}),
+    ("decoupled_momentum", 2, {"gradient_accumulation_steps": 2, "activation_checkpointing": True,
         "eval_on_start": True}),
-    ("streaming_diloco", {"torch_compile": True, "torch_compile_backend": "eager"}),
-    ("desloc", {"eval_strategy": "epoch", "save_strategy": "epoch"}),
+    ("streaming_diloco", 1, {"torch_compile": True, "torch_compile_backend": "eager"}),
+    ("desloc", 2, {"eval_strategy": "epoch", "save_strategy": "epoch"}),
 ])  # fmt: skip
-def test_trainer_features_beside_exchange(run_ranks, preset, settings):
+@in_ranks(2, timeout=120)
+def test_trainer_features_beside_exchange(me, preset, procs, settings):
     """Features of the Trainer work beside an exchange."""
-
-    def run(rank):
-        odd = {"streaming_diloco": {"period": 4, "delay": 1}, "full": {}}
-        changes = odd.get(preset, {"period": 2})
-        extra, seen = one_line(preset, **changes), Epochs()
-        if preset == "muloco":
-            extra["optimizer_cls_and_kwargs"] = exchange_optimizer(preset, lr=5e-3, **changes)
-        options = {"fsdp": preset != "streaming_diloco", "callbacks": [seen], **settings}
-        trained = script.trained(rank.folder / "out", extra, **options)
-        exchange = script.exchange_of(trained)
-        assert exchange.step == trained.state.max_steps and exchange.digests_equal() is True
-        clipped = (0.0, 0.3) if preset == "full" else (1.0, 1.0)
-        assert (seen.clip[0], trained.args.max_grad_norm) == clipped
-        assert ("0.3 clips the mean gradient" in exchange.clips) == (preset == "full")
-        return history(trained, "eval_loss")
-
-    out = run_ranks(run, islands=2, procs=1 if preset == "streaming_diloco" else 2, timeout=120)
-    assert out[0] and all(losses == out[0] for losses in out)
+    odd = {"streaming_diloco": {"period": 4, "delay": 1}, "full": {}}
+    line, seen = one_line(preset, **odd.get(preset, {"period": 2})), Epochs()
+    options = {"fsdp": procs > 1, "callbacks": [seen], **settings}
+    trained = script.trained(me.folder / "out", line, **options)
+    exchange, losses = script.exchange_of(trained), history(trained, "eval_loss")
+    assert exchange.step == trained.state.max_steps and exchange.digests_equal() is True
+    clipped = (0.0, 0.3) if preset == "full" else (1.0, 1.0)
+    assert (seen.clip[0], trained.args.max_grad_norm) == clipped
+    assert ("0.3 clips the mean gradient" in exchange.clips) == (preset == "full")
+    assert losses
+    return losses
 
 
 @in_ranks(2, 1)
@@ -119,93 +116,70 @@ class Plain(torch.nn.Module):
 
 
 @pytest.mark.parametrize("config", [None, SimpleNamespace(layers=1)], ids=["none", "own"])
-def test_trainer_plain_module_saves_and_resumes(run_ranks, config):
+@in_ranks(2, 1)
+def test_trainer_plain_module_saves_and_resumes(me, config):
     """A plain torch module trains, saves and resumes."""
+    script.fresh_state()
+    torch.manual_seed(me.island)
+    rows = [{"x": torch.randn(8)} for _ in range(32)]
 
-    def run(rank):
-        script.fresh_state()
-        torch.manual_seed(rank.island)
-        rows = [{"x": torch.randn(8)} for _ in range(32)]
+    def train(steps, resume=None):
+        os.environ["ISLAND_RUN"] += f"-{steps}"
+        args = TrainingArguments(
+            str(me.folder / "out"), max_steps=steps, per_device_train_batch_size=4,
+            lr_scheduler_type="constant", save_steps=2, report_to=[], use_cpu=True,
+            disable_tqdm=True,
+        )  # fmt: skip
+        trained = Trainer(Plain(config), args, train_dataset=rows, **one_line("diloco", period=2))
+        trained.train(resume_from_checkpoint=resume)
+        return trained
 
-        def train(steps, resume=None):
-            os.environ["ISLAND_RUN"] += f"-{steps}"
-            args = TrainingArguments(
-                str(rank.folder / "out"), max_steps=steps, per_device_train_batch_size=4,
-                lr_scheduler_type="constant", save_steps=2, report_to=[], use_cpu=True,
-                disable_tqdm=True,
-            )  # fmt: skip
-            line = one_line("diloco", period=2)
-            trained = Trainer(Plain(config), args, train_dataset=rows, **line)
-            trained.train(resume_from_checkpoint=resume)
-            return trained
-
-        train(4)
-        return script.parameters(train(6, True))
-
-    assert torch.equal(*run_ranks(run, islands=2, procs=1))
+    train(4)
+    return script.parameters(train(6, True))
 
 
-def test_trainer_streams_and_epoch_logs(run_ranks):
+@in_ranks(2, 1)
+def test_trainer_streams_and_epoch_logs(me):
     """Streams train, and logs may come by epoch."""
-
-    def run(rank):
-        line = one_line("diloco", period=2)
-        trained = script.trainer(rank.folder / "stream", line, split=False, logging_steps=1)
-        trained.train_dataset = split_dataset_by_island(trained.train_dataset.to_iterable_dataset())
-        trained.train()
-        epoch = {"max_steps": -1, "num_train_epochs": 1, "logging_strategy": "epoch"}
-        other = script.trained(rank.folder / "epoch", one_line("diloco", period=3), **epoch)
-        # two of their own clock, and the last
-        assert history(other, "exchange/exchanges") == [3] and other.state.global_step == 8
-        return script.parameters(trained)
-
-    assert torch.equal(*run_ranks(run, islands=2, procs=1))
+    line = one_line("diloco", period=2)
+    trained = script.trainer(me.folder / "stream", line, split=False, logging_steps=1)
+    trained.train_dataset = split_dataset_by_island(trained.train_dataset.to_iterable_dataset())
+    trained.train()
+    epoch = {"max_steps": -1, "num_train_epochs": 1, "logging_strategy": "epoch"}
+    other = script.trained(me.folder / "epoch", one_line("diloco", period=3), **epoch)
+    # two of their own clock, and the last
+    assert history(other, "exchange/exchanges") == [3] and other.state.global_step == 8
+    return script.parameters(trained)
 
 
 @in_ranks(2, 1)
 def test_trainer_unlike_rates_refused(me):
     """Islands with unlike learning rates are refused."""
-    extra = one_line("demo") | {
-        "optimizer_cls_and_kwargs": exchange_optimizer("demo", lr=1e-3 * (1 + me.island))
-    }
-    with pytest.raises(
-        ValueError, match=r"optimizer0.group0.initial_lr: 0\.00[12] here, 0\.00[12] there"
-    ):
-        script.trained(me.folder / "out", extra)
+    said = r"optimizer0.group0.initial_lr: 0\.00[12] here, 0\.00[12] there"
+    with pytest.raises(ValueError, match=said):
+        script.trained(me.folder / "out", one_line("demo", lr=1e-3 * (1 + me.island)))
 
 
-def test_trainer_resume_by_one_flag(run_ranks):
+@in_ranks(2, 1, timeout=120)
+def test_trainer_resume_by_one_flag(me):
     """One flag resumes all islands."""
 
-    def run(rank):
-        def train(where, resume=None, **settings):
-            trained = script.trained(
-                rank.folder / where,
-                one_line("diloco", period=2),
-                resume=resume,
-                save_steps=2,
-                **settings,
-            )
-            return script.parameters(trained)
+    def train(where, resume=None):
+        line = one_line("diloco", period=2)
+        trained = script.trained(me.folder / where, line, resume=resume, save_steps=2)
+        return script.parameters(trained)
 
-        whole = train("out")
-        out = [
-            train("out", resume=value)
-            for value in ("auto", str(rank.folder / "out" / "checkpoint-4"))
-        ]
-        out.append(train("out", resume=str(rank.folder / "out" / "island0" / "checkpoint-6")))
-        foreign = rank.folder / "elsewhere" / "checkpoint-6"
-        if rank.island == 0:
-            foreign.parent.mkdir()
-            (rank.folder / "out" / "island0" / "checkpoint-6").rename(foreign)
-        else:
-            while not foreign.exists():
-                pass
-        takes_over = train("other", resume=str(foreign))  # island 1 has lost its own
-        return [torch.equal(whole, again) for again in out], takes_over
-
-    first, second = run_ranks(run, islands=2, procs=1, timeout=120)
-    assert first[0] == second[0] == [True] * 3 and torch.equal(first[1], second[1])
+    whole, out = train("out"), me.folder / "out"
+    for flag in ("auto", str(out / "checkpoint-4"), str(out / "island0" / "checkpoint-6")):
+        assert torch.equal(whole, train("out", flag)), flag
+    foreign = me.folder / "elsewhere" / "checkpoint-6"
+    if me.island == 0:
+        foreign.parent.mkdir()
+        (out / "island0" / "checkpoint-6").rename(foreign)
+    else:
+        while not foreign.exists():
+            pass
+    return train("other", str(foreign))  # island 1 has lost its own
 
 
 @in_ranks()
@@ -240,40 +214,25 @@ def test_trainer_last_exchange_after_evaluation(me):
     assert before != after == loss()
 
 
-@in_ranks(2, 1)
-def test_trainer_second_exchange_refused(me):
-    """A second exchange on one optimizer is refused."""
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    exchange = fsdp_demo.attach(optimizer, "diloco")
-    with pytest.raises(ValueError, match="has an exchange already"):
-        fsdp_demo.attach(optimizer, "demo", inner_optimizer="adamw")
-    exchange.finish()
-    exchange.detach()
-    fsdp_demo.attach(optimizer, "diloco").detach()
+def test_trainer_second_exchange_refused(tmp_path):
+    """Two callbacks of one Trainer are refused, and a name of an island that is no folder's."""
+    line = one_line("diloco")
     with pytest.raises(ValueError, match="two ExchangeCallbacks"):
-        script.trainer(
-            me.folder / "out",
-            {"callbacks": [ExchangeCallback("diloco"), ExchangeCallback("diloco")]},
-        )
+        script.trainer(tmp_path, {"callbacks": [*line["callbacks"], ExchangeCallback("diloco")]})
     with pytest.raises(ValueError, match=r"ISLAND_NAME='../up' names folders"):
         Topology.from_env({"ISLAND_NAME": "../up"})
 
 
 @pytest.mark.parametrize("preset", ["diloco", "stride"])
-def test_trainer_recipe_saves_and_resumes(run_ranks, monkeypatch, preset):
+@in_ranks(timeout=180)
+def test_trainer_recipe_saves_and_resumes(me, preset):
     """recipes/pretrain_trainer.py as it is launched, FSDP2 inside the islands; the folder it saves
     loads with `from_pretrained`.
     """
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "recipes"))
+    sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
     import pretrain_trainer
-    from transformers import AutoModelForCausalLM
 
-    def run(rank):
-        folder = script.recipe_resumed(pretrain_trainer.main, rank, preset)
-        saved = AutoModelForCausalLM.from_pretrained(folder)
-        total = torch.cat([p.detach().flatten() for p in saved.parameters()]).sum()
-        return total, len(list(folder.parent.iterdir()))
-
-    out = run_ranks(run, islands=2, procs=2, timeout=180)
-    assert len({float(total) for total, _ in out}) == 1 and out[0][1] == 2
+    folder = script.recipe_resumed(pretrain_trainer.main, me, preset)
+    assert {p.name for p in folder.parent.iterdir()} <= {"island0", "island1"}
+    saved = AutoModelForCausalLM.from_pretrained(folder)
+    return torch.cat([p.detach().flatten() for p in saved.parameters()])

@@ -4,29 +4,25 @@ nodes.
 
 import logging
 import os
-import signal
 
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.utils import ParallelismConfig
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import TrainerCallback
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
+from fsdp_demo import attach
+from fsdp_demo.checkpoint import manager
+from fsdp_demo.integrations.accelerate import accelerator
+from fsdp_demo.integrations.mesh import ExchangeParallelismConfig, mesh_topology
+from fsdp_demo.integrations.trainer import ExchangeCallback
 
-from accelerate.utils import ParallelismConfig  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
-from transformers import TrainerCallback  # noqa: E402
-
-from fsdp_demo.checkpoint import manager  # noqa: E402
-from fsdp_demo.integrations.mesh import ExchangeParallelismConfig, mesh_topology  # noqa: E402
-from fsdp_demo.integrations.trainer import ExchangeCallback  # noqa: E402
-
-from ..support import trainer_script as script  # noqa: E402
+from ..support import trainer_script as script
 from ..support.heard import heard
 from ..support.inside import in_ranks
-from .test_trainer import history  # noqa: E402
-from .test_trainer_resume import extra  # noqa: E402
+from ..support.trainer_script import history, one_line
 
 WORLD = {"ISLAND_COUNT": ""}  # no ISLAND_* variables: four ranks, two nodes of two
 
@@ -88,7 +84,7 @@ def trainer(rank, where, preset, changes, callbacks=(), **settings):
         PARALLELISM_CONFIG_DP_REPLICATE_SIZE="2", PARALLELISM_CONFIG_DP_SHARD_SIZE="2"
     )
     settings |= {"fsdp": True, "axes": ExchangeParallelismConfig(), "callbacks": callbacks}
-    return script.trainer(rank.folder / where, extra(preset, changes), **settings)
+    return script.trainer(rank.folder / where, one_line(preset, **changes), **settings)
 
 
 def train(rank, preset, changes, noisy=False):
@@ -103,22 +99,17 @@ def train(rank, preset, changes, noisy=False):
 @pytest.mark.parametrize(
     "preset, changes, exchanges", [("demo", {}, 4), ("diloco", {"period": 2}, 2)]
 )
-def test_trainer_mesh_sends_payloads_only(run_ranks, preset, changes, exchanges):
+@in_ranks(1, 4, env=WORLD, timeout=120)
+def test_trainer_mesh_sends_payloads_only(me, preset, changes, exchanges):
     """Two steps in a mesh send nothing but payloads between nodes."""
-
-    def run(rank):
-        mode, trained = train(rank, preset, changes)
-        exchange, first = script.exchange_of(trained), rank.proc // 2 * 2
-        assert mode.across() == [] and {ranks for _, ranks in mode.seen} == {(first, first + 1)}
-        sent = exchange.metrics()
-        assert exchange.topology.islands == 2 and sent["exchanges"] == exchanges
-        assert sent["bytes_sent"] > 0 and trained.args.output_dir.endswith("/out")
-        assert exchange.optimizers[0].param_groups[0]["params"][0].device_mesh.ndim == 1
-        return script.shards(trained), history(trained, "eval_loss")
-
-    out = run_ranks(run, islands=1, procs=4, env=WORLD, timeout=120)
-    for r, (mine, evaluated) in enumerate(out):
-        assert torch.equal(mine, out[r % 2][0]) and evaluated == out[0][1]
+    mode, trained = train(me, preset, changes)
+    exchange, first = script.exchange_of(trained), me.proc // 2 * 2
+    assert mode.across() == [] and {ranks for _, ranks in mode.seen} == {(first, first + 1)}
+    sent = exchange.metrics()
+    assert exchange.topology.islands == 2 and sent["exchanges"] == exchanges
+    assert sent["bytes_sent"] > 0 and trained.args.output_dir.endswith("/out")
+    assert exchange.optimizers[0].param_groups[0]["params"][0].device_mesh.ndim == 1
+    return script.parameters(trained), history(trained, "eval_loss")
 
 
 @in_ranks(1, 4, env=WORLD, timeout=120)
@@ -159,7 +150,7 @@ def test_trainer_mesh_resume_bit_for_bit(run_ranks, tmp_path, preset, changes):
             eval_strategy="no", save_strategy="no", lr_scheduler_type="constant",
             optim="adamw_torch",
         )  # fmt: skip
-        line = extra(preset, changes)
+        line = one_line(preset, **changes)
         trained = script.trained(tmp_path / "again", line, resume=str(at), fsdp=True, **settings)
         return script.shards(trained)
 
@@ -174,29 +165,19 @@ def test_trainer_mesh_resume_bit_for_bit(run_ranks, tmp_path, preset, changes):
 
 
 @pytest.mark.parametrize("told", [(3,), (0, 1, 2, 3)])
-def test_trainer_mesh_sigterm(run_ranks, told):
+@in_ranks(1, 4, env=WORLD, timeout=120)
+def test_trainer_mesh_sigterm(me, told):
     """SIGTERM to one rank stops a mesh. Saving is a collective over all nodes here, so nothing is
     saved before all have heard of it. Where the first rank was told, it says how to resume.
     """
-
-    class Term(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    def run(rank):
-        callbacks = [Term()] if rank.rank in told else []
-        trained = trainer(rank, "out", "demo", {}, callbacks, save_steps=50)
-        lines = heard(logging.INFO)
-        trained.train()
-        saved = [p.name for p in (rank.folder / "out").glob("checkpoint-*")]
-        assert trained.state.global_step == 3 and saved == ["checkpoint-3"]
-        said = [line for line in lines if "to resume, start all islands again" in line]
-        assert len(said) == (rank.rank == 0 and 0 in told)
-        return script.shards(trained)
-
-    out = run_ranks(run, islands=1, procs=4, env=WORLD, timeout=120)
-    assert torch.equal(out[0], out[2]) and torch.equal(out[1], out[3])
+    callbacks = [script.At("on_step_end", script.sigterm, 2)] * (me.rank in told)
+    trained = trainer(me, "out", "demo", {}, callbacks, save_steps=50)
+    lines = heard(logging.INFO)
+    trained.train()
+    assert trained.state.global_step == 3 and script.checkpoints(trained) == ["checkpoint-3"]
+    said = [line for line in lines if "to resume, start all islands again" in line]
+    assert len(said) == (me.rank == 0 and 0 in told)
+    return script.parameters(trained)
 
 
 @in_ranks(1, 4, env=WORLD)
@@ -211,49 +192,38 @@ def test_trainer_mesh_plain_hsdp_refused(me):
 
 def test_trainer_mesh_sizes_refused(monkeypatch):
     """Sizes of a mesh that do not fit the nodes are refused."""
-    with pytest.raises(
-        ValueError, match="dp_replicate_size=2 with dp_shard_size=1: Accelerate would take DDP"
-    ):
-        ExchangeParallelismConfig(dp_replicate_size=2, dp_shard_size=1)
-    with pytest.raises(ValueError, match="{'cp_size': 2} beside an exchange was never tried"):
-        ExchangeParallelismConfig(dp_replicate_size=2, dp_shard_size=2, cp_size=2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
-    with pytest.raises(
-        ValueError, match="dp_shard_size=4 on nodes of 6 ranks: shards would cross the slow link"
+    for said, replicas, shards, more in (
+        ("dp_replicate_size=2 with dp_shard_size=1: Accelerate would take DDP", 2, 1, {}),
+        ("{'cp_size': 2} beside an exchange was never tried", 2, 2, {"cp_size": 2}),
+        ("dp_shard_size=4 on nodes of 6 ranks: shards would cross the slow link", 3, 4, {}),
     ):
-        ExchangeParallelismConfig(dp_replicate_size=3, dp_shard_size=4)
+        with pytest.raises(ValueError, match=said):
+            ExchangeParallelismConfig(dp_replicate_size=replicas, dp_shard_size=shards, **more)
     with pytest.raises(ValueError, match="a mesh needs ExchangeParallelismConfig"):
         mesh_topology(type("Accelerator", (), {"parallelism_config": None}))
 
 
-def test_accelerate_mesh(run_ranks):
+@in_ranks(1, 4, env=WORLD)
+def test_accelerate_mesh(me):
     """Accelerate trains in a mesh.
     `accelerator(parallelism_config=ExchangeParallelismConfig(...))`, attach with `mesh_topology`.
     """
-    from fsdp_demo import attach
-    from fsdp_demo.integrations.accelerate import accelerator
-
-    def run(rank):
-        script.fresh_state()
-        acc = accelerator(
-            cpu=True,
-            parallelism_config=ExchangeParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
-        )
-        inner = script.model()
-        model, optimizer = acc.prepare(inner, torch.optim.AdamW(inner.named_parameters(), lr=1e-3))
-        exchange = attach(optimizer, "diloco", model=model, topology=mesh_topology(acc), period=2)
-        g, mode = torch.Generator().manual_seed(3), Collectives()
-        rows = torch.randint(0, 20, (4, 2, 8), generator=g)[rank.rank]
-        with mode:
-            for _ in range(2):
-                acc.backward(model(input_ids=rows, labels=rows).loss)
-                acc.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-        exchange.finish()
-        assert mode.across() == [] and exchange.topology.kind == "mesh"
-        params = [p.to_local() for g in optimizer.param_groups for p in g["params"]]
-        return torch.cat([p.detach().flatten() for p in params])
-
-    out = run_ranks(run, islands=1, procs=4, env=WORLD)
-    assert torch.equal(out[0], out[2]) and torch.equal(out[1], out[3])
+    script.fresh_state()
+    axes = ExchangeParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    acc = accelerator(cpu=True, parallelism_config=axes)
+    inner = script.model()
+    model, optimizer = acc.prepare(inner, torch.optim.AdamW(inner.named_parameters(), lr=1e-3))
+    exchange = attach(optimizer, "diloco", model=model, topology=mesh_topology(acc), period=2)
+    g, mode = torch.Generator().manual_seed(3), Collectives()
+    rows = torch.randint(0, 20, (4, 2, 8), generator=g)[me.rank]
+    with mode:
+        for _ in range(2):
+            acc.backward(model(input_ids=rows, labels=rows).loss)
+            acc.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    exchange.finish()
+    assert mode.across() == [] and exchange.topology.kind == "mesh"
+    params = [p.full_tensor() for g in optimizer.param_groups for p in g["params"]]
+    return torch.cat([p.detach().flatten() for p in params])

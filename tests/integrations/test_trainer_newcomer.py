@@ -2,22 +2,20 @@
 of an island that walked there.
 """
 
-import os
+import contextlib
 import zlib
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
+from fsdp_demo.integrations.trainer import callback as module
 
-from transformers import TrainerCallback  # noqa: E402
-
-from fsdp_demo.integrations.trainer import callback as module  # noqa: E402
-
-from ..support import joining  # noqa: E402
-from ..support import trainer_script as script  # noqa: E402
-from .test_trainer_resume import extra  # noqa: E402
+from ..support import joining
+from ..support import trainer_script as script
+from ..support.inside import in_ranks
+from ..support.small import same
+from ..support.trainer_script import one_line
 
 PLAN = {
     "save_strategy": "no", "logging_steps": 1, "max_steps": 12, "lr_scheduler_type": "cosine",
@@ -70,12 +68,21 @@ class Over(Exception):
 
 
 def trained(rank, preset, watch, changes=None, **plan):
-    return script.trainer(
+    where, line = (
         rank.folder / f"out{watch.records}{rank.island}",
-        extra(preset, changes or {}),
-        callbacks=[watch],
-        **PLAN | plan,
+        one_line(preset, **changes or {}),
     )
+    return script.trainer(where, line, callbacks=[watch], **PLAN | plan)
+
+
+@contextlib.contextmanager
+def joins(record, at, until):
+    """Within this context a Trainer is a newcomer that is fed from the record."""
+    where = joining.island(record, at, until)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ISLAND_RANK", "1")
+        patch.setattr(module, "topology_of", lambda trainer: where)
+        yield
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -90,69 +97,37 @@ def test_trainer_newcomer_equals_other_islands(run_ranks, accumulate):
         watch = Watch(records=rank.island == 0)
         trained(rank, "full", watch, **plan).train()
         if rank.island == 1:
-            return watch.rows, watch.steps, watch.parameters, []
-        os.environ["ISLAND_RANK"] = "1"
+            return watch.rows, watch.steps, watch.parameters
         out = []
         for at, until in ((2, 3), (3, 8), (5, 5), (6, 10)):
-            fed, patch = joining.Fed(watch.record, at, until), pytest.MonkeyPatch()
-            where = joining.topology(
-                fed, kind="islands", run=f"joins{at}", endpoint=os.environ["ISLAND_ENDPOINT"]
-            )
-            patch.setattr(module, "topology_of", lambda trainer, where=where: where)
-            newcomer = Watch(end=11)
-            trainer = trained(rank, "full", newcomer, **plan)
-            with pytest.raises(Over):
+            with joins(watch.record, at, until), pytest.raises(Over):
+                trainer = trained(rank, "full", newcomer := Watch(end=11), **plan)
                 # as a supervisor starts it: there is nothing to resume from
                 trainer.train(resume_from_checkpoint=True)
-            patch.undo()
-            out.append(
-                (
-                    until,
-                    newcomer.rows,
-                    newcomer.steps,
-                    newcomer.parameters,
-                    "_run_epoch" in vars(trainer),
-                )
-            )
-        return None, watch.steps, watch.parameters, out
+            assert "_run_epoch" not in vars(trainer)
+            out.append((until, newcomer.rows, newcomer.steps, newcomer.parameters))
+        return out
 
-    first, second = run_ranks(run, islands=2, procs=1, timeout=120)
-    rows, steps, parameters, _ = second
-    for until, theirs, did, held, left in first[3]:
+    newcomers, (rows, steps, parameters) = run_ranks(run, islands=2, procs=1, timeout=120)
+    for until, theirs, did, held in newcomers:
         assert theirs == rows[until:11] and did == steps[until:11] and did[0][0] == until + 1
-        assert all(torch.equal(a, b) for a, b in zip(held, parameters[until:11], strict=True))
-        assert not left
+        assert same(held, parameters[until:11])
 
 
-def test_trainer_newcomer_asks_no_start_questions(run_ranks):
+@in_ranks(2, 1, timeout=120)
+def test_trainer_newcomer_asks_no_start_questions(me):
     """A newcomer does not ask the questions of the start. Whether all islands evaluate a mean
     together comes from the donor.
     """
-
-    def run(rank):
-        watch = Watch(records=rank.island == 0)
-        trained(rank, "local_sgd", watch, {"period": 2}, eval_steps=4).train()
-        if rank.island == 1:
-            return None
-        out = []
-        for plan in ({"eval_steps": 4}, {"eval_steps": 5}):
-            fed, patch = joining.Fed(watch.record, 2, 4), pytest.MonkeyPatch()
-            where = joining.topology(
-                fed,
-                kind="islands",
-                run=f"joins{plan['eval_steps']}",
-                endpoint=os.environ["ISLAND_ENDPOINT"],
-            )
-            patch.setattr(module, "topology_of", lambda trainer, where=where: where)
-            os.environ["ISLAND_RANK"] = "1"
-            trainer = trained(rank, "local_sgd", newcomer := Watch(end=7), {"period": 2}, **plan)
-            with pytest.raises(Over if plan["eval_steps"] == 4 else ValueError) as caught:
-                trainer.train()
-            patch.undo()
-            out.append((str(caught.value), [s[0] for s in newcomer.steps]))
-        return out
-
-    (went, refused), _ = run_ranks(run, islands=2, procs=1, timeout=120)
-    assert went[1] == [5, 6, 7]
-    assert "the other islands evaluate together by " in refused[0]
-    assert "give it their arguments" in refused[0]
+    watch = Watch(records=me.island == 0)
+    trained(me, "local_sgd", watch, {"period": 2}, eval_steps=4).train()
+    if me.island == 1:
+        return
+    for steps, kind in ((4, Over), (5, ValueError)):
+        with joins(watch.record, 2, 4), pytest.raises(kind) as caught:
+            newcomer = Watch(end=7)
+            trained(me, "local_sgd", newcomer, {"period": 2}, eval_steps=steps).train()
+        if kind is Over:
+            assert [s[0] for s in newcomer.steps] == [5, 6, 7]
+    assert "the other islands evaluate together by " in str(caught.value)
+    assert "give it their arguments" in str(caught.value)

@@ -4,37 +4,21 @@ from a step that all islands hold.
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
+import fsdp_demo
 
-from transformers import TrainerCallback  # noqa: E402
-
-import fsdp_demo  # noqa: E402
-from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer  # noqa: E402
-from fsdp_demo.integrations.trainer.setup import has_own_optimizer  # noqa: E402
-
-from ..support import trainer_script as script  # noqa: E402
+from ..support import trainer_script as script
 from ..support.inside import in_ranks
-from .test_trainer import history  # noqa: E402
+from ..support.trainer_runs import resume_is_bit_for_bit
+from ..support.trainer_script import history, one_line
 
-PERIODS = {
-    name: {"period": 3}
-    for name in (
-        "local_sgd",
-        "local_adam",
-        "desloc",
-        "diloco",
-        "decoupled_momentum",
-        "sparse_loco",
-        "sign_loco",
-        "muloco",
-    )
-}
+PERIODS = dict.fromkeys(
+    "local_sgd local_adam desloc diloco decoupled_momentum sparse_loco sign_loco muloco".split(),
+    {"period": 3},
+)
 CASES = {name: (name, PERIODS.get(name, {}), False) for name in fsdp_demo.presets()}
 CASES |= {
     "streaming_diloco": ("streaming_diloco", {"period": 4, "delay": 2}, False),
@@ -46,18 +30,6 @@ CASES |= {
 }
 
 
-def extra(preset, changes, **own):
-    out = {"callbacks": [ExchangeCallback(preset, **changes, **own)]}
-    if has_own_optimizer(fsdp_demo.preset(preset)):
-        out["optimizer_cls_and_kwargs"] = exchange_optimizer(preset, lr=5e-3)
-    return out
-
-
-def tokens(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["tokens"] for line in lines]
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_trainer_resume_bit_for_bit(run_ranks, name):
     """Every preset resumes bit for bit. From checkpoint-5, between two exchanges and, where there
@@ -65,103 +37,39 @@ def test_trainer_resume_bit_for_bit(run_ranks, name):
     """
     preset, changes, fsdp = CASES[name]
 
-    def run(rank):
-        settings = {"max_steps": 10, "save_steps": 5, "eval_strategy": "no", "logging_steps": 1}
-        out = []
-        for resume in (None, str(rank.folder / "out" / "checkpoint-5")):
-            trained = script.trained(
-                rank.folder / "out", extra(preset, changes), resume=resume, fsdp=fsdp, **settings
-            )
-            states = [
-                v
-                for s in trained.optimizer.state.values()
-                for v in s.values()
-                if isinstance(v, torch.Tensor)
-            ]
-            kept = (
-                torch.cat(
-                    [
-                        (v.to_local() if hasattr(v, "to_local") else v).flatten().float()
-                        for v in states
-                    ]
-                )
-                if states
-                else torch.empty(0)
-            )
-            out.append(
-                (
-                    script.shards(trained),
-                    kept,
-                    history(trained, "loss"),
-                    history(trained, "exchange/loss"),
-                    tokens(rank.folder / "out" / f"island{rank.island}"),
-                )
-            )
-        return out
+    def run(me):
+        resume_is_bit_for_bit(me, preset, changes, fsdp=fsdp)
 
-    for whole, resumed in run_ranks(run, islands=2, procs=2 if fsdp else 1, timeout=120):
-        assert whole[4] == resumed[4] and len(whole[4]) == 10  # the resume counts nothing twice
-        assert torch.equal(whole[0], resumed[0]) and torch.equal(whole[1], resumed[1])
-        assert whole[2] == resumed[2] and len(whole[2]) == 10 and whole[3][-5:] == resumed[3][-5:]
+    run_ranks(run, islands=2, procs=1 + fsdp, timeout=120)
 
 
-class Dies(TrainerCallback):
-    """Ends its island before the save of a step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise ZeroDivisionError("before the save")
-
-
-@pytest.mark.parametrize("fsdp", [False, True], ids=["single", "fsdp2"])
+@pytest.mark.parametrize("procs, fsdp", [(1, False), (2, True)], ids=["single", "fsdp2"])
 @pytest.mark.slow
-def test_trainer_resume_after_lost_island(run_ranks, fsdp):
+@in_ranks(2, timeout=120)
+def test_trainer_resume_after_lost_island(me, procs, fsdp):
     """An island that is lost between two saves costs no common checkpoint. Island 1 ends before it
     saves step 8, and island 0 trains on to the end: its step 4 must still be there, with
     save_total_limit=1, and both go on from it.
     """
+    plan = dict(max_steps=12, save_steps=4, save_total_limit=1, eval_strategy="no", logging_steps=1)
 
-    def run(rank):
-        settings = dict(
-            max_steps=12, save_steps=4, save_total_limit=1, eval_strategy="no", logging_steps=1
-        )
-        line = {"period": 3}
+    def train(where, callbacks=(), resume=None):
+        line, more = one_line("diloco", period=3), {"callbacks": callbacks, "fsdp": fsdp, **plan}
+        trained = script.trained(me.folder / where, line, resume=resume, **more)
+        return history(trained, "loss"), script.checkpoints(trained)
 
-        def train(where, callbacks=(), resume=None):
-            trained = script.trained(
-                rank.folder / where,
-                extra("diloco", line),
-                resume=resume,
-                fsdp=fsdp,
-                callbacks=callbacks,
-                **settings,
-            )
-            return history(trained, "loss"), sorted(
-                p.name for p in Path(trained.args.output_dir).glob("checkpoint-*")
-            )
-
-        whole = train("whole")
-        if rank.island:
-            with pytest.raises(ZeroDivisionError):
-                train("cut", [Dies(8)])
-        else:
-            train("cut")  # the survivor trains on to the end
-        left = sorted(
-            int(p.name.split("-")[1])
-            for p in (rank.folder / "cut" / f"island{rank.island}").glob("checkpoint-*")
-        )
-        os.environ["ISLAND_RUN"] += "-again"
-        resumed = train("cut", resume=True)
-        return whole, left, resumed
-
-    out = run_ranks(run, islands=2, procs=1 + fsdp, timeout=120)
-    assert out[0][1] == [4, 8, 12] and out[-1][1] == [4]
-    for whole, _, resumed in out:
-        # the other may not have said yet
-        assert whole[0] == resumed[0] and whole[1][0] == "checkpoint-12" and len(whole[1]) <= 2
+    whole = train("whole")
+    if me.island:
+        with pytest.raises(ZeroDivisionError):
+            train("cut", [script.At("on_step_end", lambda *_, **__: 1 / 0, 8)])
+    else:
+        train("cut")  # the survivor trains on to the end
+    left = script.whole_steps(me.folder / "cut" / f"island{me.island}")
+    assert left == ([4] if me.island else [4, 8, 12])
+    os.environ["ISLAND_RUN"] += "-again"
+    resumed = train("cut", resume=True)
+    # the other may not have said yet
+    assert whole[0] == resumed[0] and whole[1][0] == "checkpoint-12" and len(whole[1]) <= 2
 
 
 @in_ranks(2, 1)
@@ -170,14 +78,14 @@ def test_trainer_resume_none_in_common_refused(me):
     island holds.
     """
     settings = {"max_steps": 8, "save_steps": 4 + me.island * 2, "eval_strategy": "no"}
-    script.trained(me.folder / "out", extra("diloco", {"period": 3}), **settings)
+    script.trained(me.folder / "out", one_line("diloco", period=3), **settings)
     torch_final = me.folder / "out" / f"island{me.island}" / "checkpoint-8"
     for file in torch_final.glob("exchange/*.json"):
         file.write_text("{")  # a torn part is no checkpoint
     with pytest.raises(
         ValueError, match=r"\(island0: 4; island1: 6\).*Trainer: name it by its path"
     ):
-        script.trained(me.folder / "out", extra("diloco", {"period": 3}), resume=True, **settings)
+        script.trained(me.folder / "out", one_line("diloco", period=3), resume=True, **settings)
 
 
 @pytest.mark.parametrize(
@@ -188,34 +96,23 @@ def test_trainer_resume_other_number_of_islands(run_ranks, tmp_path, preset, cha
     """The loss goes on with an island more or fewer: it is near that of the run that was not
     stopped, far below that of a fresh model.
     """
-    settings = {
-        "max_steps": 12,
-        "save_steps": 6,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "logging_steps": 1,
-        "lr_scheduler_type": "constant",
-    }
-
+    plan = {"max_steps": 12, "save_steps": 6, "eval_steps": 2, "logging_steps": 1}
+    plan |= {"lr_scheduler_type": "constant"}
     at = tmp_path / "out" / ("checkpoint-6" if islands > 1 else "island0/checkpoint-6")
 
     def run(rank, resume):
+        def train(**more):
+            line = one_line(preset, **changes, **more)
+            return script.trained(tmp_path / "out", line, resume=resume and str(at), **plan)
+
         # alone such a preset exchanges nothing
         fresh = resume and islands == 1 and preset != "demo"
+        said = "was saved by several islands; alone preset .* exchanges nothing.*fresh=True"
         if fresh:
-            with pytest.raises(
-                ValueError,
-                match=r"was saved by several islands; alone preset .* exchanges "
-                r"nothing.*fresh=True",
-            ):
-                script.trained(tmp_path / "out", extra(preset, changes), resume=str(at), **settings)
-        trained = script.trained(
-            tmp_path / "out",
-            extra(preset, changes, fresh=fresh),
-            resume=str(at) if resume else None,
-            **settings,
-        )
-        return history(trained, "eval_loss"), script.parameters(trained), history(trained, "loss")
+            with pytest.raises(ValueError, match=said):
+                train()
+        trained = train(fresh=fresh)
+        return history(trained, "eval_loss"), script.parameters(trained)
 
     before = run_ranks(run, islands=2, procs=1, args=(False,))
     after = run_ranks(run, islands=islands, procs=1, args=(True,))
@@ -229,26 +126,22 @@ def test_trainer_resume_drops_newer_checkpoints(me):
     """A resume from an older path abandons the newer checkpoints. They must neither be resumed
     later nor make rotation delete the new ones.
     """
-    settings = {"eval_strategy": "no", "save_total_limit": 2}
 
-    def train(at=None, **changes):
-        trained = script.trained(
-            me.folder / "out", extra("diloco", {"period": 3}), resume=at, **settings, **changes
-        )
-        return sorted(p.name for p in Path(trained.args.output_dir).glob("checkpoint-*"))
+    def train(at=None, **plan):
+        plan |= {"eval_strategy": "no", "save_total_limit": 2}
+        line = one_line("diloco", period=3)
+        return script.checkpoints(script.trained(me.folder / "out", line, resume=at, **plan))
 
     train(max_steps=12, save_steps=4)
-    kept = train(max_steps=10, save_steps=2, at=str(me.folder / "out" / "checkpoint-8"))
+    kept = train(str(me.folder / "out" / "checkpoint-8"), max_steps=10, save_steps=2)
     mine = me.folder / "out" / f"island{me.island}"
-    whole = json.loads((mine / "checkpoint-10" / "manifest.json").read_text())
+    files = json.loads((mine / "checkpoint-10" / "manifest.json").read_text())["files"]
     with open(mine / "checkpoint-10" / "model.safetensors", "r+b") as file:
         file.truncate(100)  # a torn model file
     aside = sorted(f"{p.parent.name}/{p.name}" for p in mine.glob("*/manifest.[ag]*"))
-    files = sorted(whole["files"])[:2]
     steps = script.whole_steps(mine)
-    sums = all(f["crc32"] for f in whole["files"].values())
     assert "checkpoint-10" in kept
     assert aside in ([], ["checkpoint-12/manifest.given-up.json"])
-    assert 12 not in steps
-    assert sums
-    assert files == ["config.json", "exchange/rank0.json"] and 10 not in steps and 8 in steps
+    assert all(f["crc32"] for f in files.values())
+    assert sorted(files)[:2] == ["config.json", "exchange/rank0.json"]
+    assert 12 not in steps and 10 not in steps and 8 in steps

@@ -6,19 +6,14 @@ import logging
 import os
 import time
 
-import pytest
 import torch
+from transformers import TrainerCallback
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
-pytest.importorskip("zmq")
-
-from transformers import TrainerCallback  # noqa: E402
-
-from ..exchange.test_survivors import ENV  # noqa: E402
-from ..support import trainer_script as script  # noqa: E402
-from ..support.heard import heard  # noqa: E402
-from .test_trainer_resume import extra  # noqa: E402
+from ..exchange.test_survivors import ENV
+from ..support import trainer_script as script
+from ..support.forked import returns
+from ..support.heard import heard
+from ..support.trainer_script import one_line
 
 PLAN = {
     "save_steps": 4, "logging_steps": 1000, "max_steps": 140, "lr_scheduler_type": "cosine",
@@ -59,21 +54,15 @@ class Life(TrainerCallback):
 
 
 def life(me, dies=0):
-    lines = heard(logging.INFO)
-    come = me.folder.parent / "come"
-    watch = Life(come, me.island == 1 and not dies, dies)
-    trainer = script.trainer(
-        me.folder.parent / f"disk{me.island}",
-        extra("diloco", {"period": 5}),
-        callbacks=[watch],
-        **PLAN,
-    )
+    lines, folder = heard(logging.INFO), me.folder.parent
+    watch = Life(folder / "come", me.island == 1 and not dies, dies)
+    line, plan = one_line("diloco", period=5), {"callbacks": [watch], **PLAN}
+    trainer = script.trainer(folder / f"disk{me.island}", line, **plan)
     if watch.back:
-        come.with_name("coming").touch()
+        (folder / "coming").touch()
     trainer.train(resume_from_checkpoint="auto")
-    whole = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
     said = [t for t in lines if "MiB fetched" in t or "begin anew" in t or "go on from" in t]
-    return whole, (watch.rates, watch.clocks), said
+    return script.parameters(trainer), (watch.rates, watch.clocks), said
 
 
 def test_trainer_returning_keeps_own_moments(run_ranks):
@@ -82,18 +71,10 @@ def test_trainer_returning_keeps_own_moments(run_ranks):
     """
 
     def run(me):
-        if me.island == 1 and (child := os.fork()):
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-            return life(me)
-        try:
-            return life(me, dies=6 if me.island == 1 else 0)
-        finally:
-            if me.island == 1:
-                os._exit(1)
+        return returns(me, life, fork=os.fork)
 
-    (kept, (rates, _), _), (came, (again, clocks), said) = run_ranks(
-        run, islands=2, procs=1, timeout=200, env=ENV
-    )
+    ranks = run_ranks(run, islands=2, procs=1, timeout=200, env=ENV)
+    (kept, (rates, _), _), (came, (again, clocks), said) = ranks
     own, fetched, whole = said
     assert "go on from checkpoint-4" in own and "from a snapshot" in fetched, said
     assert "random states begin anew" in whole and "moments" not in whole

@@ -16,24 +16,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
-
-from transformers import TrainerCallback  # noqa: E402
-
-import fsdp_demo  # noqa: E402
-from fsdp_demo.checkpoint import CheckpointManager  # noqa: E402
-from fsdp_demo.checkpoint.folders import Fence  # noqa: E402
+import fsdp_demo
+from fsdp_demo.checkpoint import CheckpointManager
+from fsdp_demo.checkpoint.folders import Fence
 from fsdp_demo.errors import NeedsDecision, Superseded
-from fsdp_demo.integrations.trainer import state  # noqa: E402
-from fsdp_demo.peers.votes import Ranks  # noqa: E402
+from fsdp_demo.integrations.trainer import state
+from fsdp_demo.peers.votes import Ranks
 
-from ..support import trainer_script as script  # noqa: E402
-from ..support.heard import heard  # noqa: E402
+from ..support import trainer_script as script
+from ..support.damage import flip
+from ..support.heard import heard
 from ..support.inside import in_ranks
-from .test_trainer import history  # noqa: E402
-from .test_trainer_resume import extra  # noqa: E402
+from ..support.trainer_script import history, one_line
 
 SETTINGS = {"eval_strategy": "no", "logging_steps": 1}
 LINE = {"period": 3}
@@ -43,7 +39,10 @@ def made(rank, callbacks=(), fresh=False, **settings):
     logging.basicConfig(level=logging.WARNING, force=True)
     line = {**LINE, "fresh": True} if fresh else LINE
     return script.trainer(
-        rank.folder / "out", extra("diloco", line), callbacks=callbacks, **{**SETTINGS, **settings}
+        rank.folder / "out",
+        one_line("diloco", **line),
+        callbacks=callbacks,
+        **{**SETTINGS, **settings},
     )
 
 
@@ -60,22 +59,18 @@ def test_trainer_save_flipped_bit_found(run_ranks):
 
     def work(rank):
         made(rank, max_steps=4, save_steps=2).train()
-        files = json.loads((own(rank) / "checkpoint-4" / "manifest.json").read_text())["files"]
+        place = own(rank) / "checkpoint-4"
+        files = json.loads((place / "manifest.json").read_text())["files"]
+        assert all(f["crc32"] is not None for f in files.values())
         if rank.island == 1:
-            with open(own(rank) / "checkpoint-4" / "model.safetensors", "r+b") as file:
-                file.seek(-3, os.SEEK_END)
-                last = file.read(1)
-                file.seek(-3, os.SEEK_END)
-                file.write(bytes([last[0] ^ 1]))
+            flip(place / "model.safetensors", -3)
         again()
-        try:
+        with pytest.raises(Exception) as found:
             made(rank, max_steps=6, save_steps=2).train(resume_from_checkpoint=True)
-        except Exception as error:
-            return all(f["crc32"] is not None for f in files.values()), str(error)
-        return files, ""
+        return str(found.value)
 
     out = run_ranks(work, islands=2, procs=1, check=False, env={"ISLAND_TIMEOUT": "5"})
-    assert out[1].value[0] and "model.safetensors: checksum does not fit" in out[1].value[1]
+    assert "model.safetensors: checksum does not fit" in out[1].value
 
 
 class Poison(TrainerCallback):
@@ -107,23 +102,23 @@ def test_trainer_save_nan_refused(me):
         assert script.whole_steps(own(me)) == [2, 4, 6] and failed[-1] == 0
 
 
+def disk_full(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 @pytest.mark.parametrize("where", ["exchange", "model"])
 @pytest.mark.parametrize("always", [False, True])
 @in_ranks(2, 1, env={"ISLAND_TIMEOUT": "10"})
 def test_trainer_save_full_disk_third_failure(me, where, always):
     """A full disk is a warning, and the third failure in a row is an error."""
-
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     trained = made(me, max_steps=8, save_steps=2)
-    save, model = state.save_state, trained.save_model
+    owner, name = (state, "save_state") if where == "exchange" else (trained, "save_model")
+    save = getattr(owner, name)
 
     def now():
         return me.island == 1 and (always or trained.state.global_step == 4)
 
-    state.save_state = lambda *a: full() if now() and where == "exchange" else save(*a)
-    trained.save_model = lambda *a, **k: full() if now() and where == "model" else model(*a, **k)
+    setattr(owner, name, lambda *a, **k: disk_full() if now() else save(*a, **k))
     if always and me.island:
         with pytest.raises(OSError, match="No space left"):
             trained.train()
@@ -131,17 +126,6 @@ def test_trainer_save_full_disk_third_failure(me, where, always):
     else:
         trained.train()
         assert script.whole_steps(own(me)) == ([2, 6, 8] if me.island else [2, 4, 6, 8])
-
-
-class Told(TrainerCallback):
-    """SIGTERM in one step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Late(TrainerCallback):
@@ -173,11 +157,8 @@ def test_trainer_sigterm_during_exchange(run_ranks):
 
     def work(rank):
         lines = heard(logging.INFO)
-        try:
-            made(rank, [Late(rank)], max_steps=9, save_steps=100).train()
-        except SystemExit as end:
-            return end.code, script.whole_steps(own(rank)), lines
-        return None, script.whole_steps(own(rank)), lines
+        status = script.ended(made(rank, [Late(rank)], max_steps=9, save_steps=100))
+        return status, script.whole_steps(own(rank)), lines
 
     zero, one = run_ranks(work, islands=2, procs=1)
     assert (zero[:2], one[:2]) == ((75, [4]), (None, [9]))
@@ -192,48 +173,35 @@ def test_trainer_sigterm_during_exchange(run_ranks):
 @in_ranks(2, 1)
 def test_trainer_save_failed_at_end(me, full):
     """A save that fails at the end does not count as a save."""
-
-    def fails(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    trained = made(me, [Told(4)], max_steps=8, save_steps=100)
+    trained = made(me, [script.At("on_step_begin", script.sigterm, 4)], max_steps=8, save_steps=100)
     if full:
-        state.save_state = fails
-    with pytest.raises(SystemExit) as ended:
-        trained.train()
-    assert ended.value.code == (1 if full else 75)
+        state.save_state = disk_full
+    assert script.ended(trained) == (1 if full else 75)
     assert script.whole_steps(own(me)) == ([] if full else [5])
 
 
 @pytest.mark.parametrize("several", [True, False])
-def test_trainer_resume_auto_other_number_of_islands(run_ranks, several):
+@in_ranks(2, 1)
+def test_trainer_resume_auto_other_number_of_islands(me, several):
     """`auto` does not begin anew beside checkpoints of another number of islands. From one island
     to several, and back: they keep checkpoints in other folders. What the sentence names works.
     """
-
-    def work(rank):
-        environment = dict(os.environ)
-        if rank.island == 0 or not several:
-            if several:
-                os.environ["ISLAND_COUNT"] = "1"
-            made(rank, max_steps=2, save_steps=2).train()
-            os.environ.update(environment)
-        meet(rank, 1)
-        again()
-        if not several:
-            if rank.island == 1:
-                return "auto' finds no", 4
-            os.environ["ISLAND_COUNT"] = "1"
-        with pytest.raises(NeedsDecision) as refused:
-            made(rank, max_steps=4).train(resume_from_checkpoint="auto")
-        again()
-        named = re.search(r"resume_from_checkpoint='([^']*checkpoint-2)'", str(refused.value))[1]
-        trainer = made(rank, max_steps=4, fresh=True)
-        trainer.train(resume_from_checkpoint=named)
-        return str(refused.value), trainer.state.global_step
-
-    for text, step in run_ranks(work, islands=2, procs=1):
-        assert "auto' finds no" in text and step == 4
+    alone, count = me.island == 0, os.environ["ISLAND_COUNT"]
+    if alone or not several:
+        os.environ["ISLAND_COUNT"] = "1" if several else count
+        made(me, max_steps=2, save_steps=2).train()
+    me.meet(1)
+    again()
+    if not several and not alone:
+        return
+    os.environ["ISLAND_COUNT"] = count if several else "1"
+    with pytest.raises(NeedsDecision, match="auto' finds no") as refused:
+        made(me, max_steps=4).train(resume_from_checkpoint="auto")
+    again()
+    named = re.search(r"resume_from_checkpoint='([^']*checkpoint-2)'", str(refused.value))[1]
+    trainer = made(me, max_steps=4, fresh=True)
+    trainer.train(resume_from_checkpoint=named)
+    assert trainer.state.global_step == 4
 
 
 @in_ranks(2, 1)
@@ -241,12 +209,12 @@ def test_trainer_save_swapped_folders_refused(me):
     """Swapped folders are refused, and a refused start leaves all checkpoints usable."""
     made(me, max_steps=6, save_steps=2).train()
     every = script.whole_steps(own(me))
-    meet(me, 1)
+    me.meet(1)
     if me.island == 0:
         shutil.move(me.folder / "out" / "island0", me.folder / "x")
         shutil.move(me.folder / "out" / "island1", me.folder / "out" / "island0")
         shutil.move(me.folder / "x", me.folder / "out" / "island1")
-    meet(me, 2)
+    me.meet(2)
     again()
     with pytest.raises(NeedsDecision, match="folders of islands are swapped"):
         made(me, max_steps=8).train(resume_from_checkpoint="auto")
@@ -254,50 +222,39 @@ def test_trainer_save_swapped_folders_refused(me):
     assert every == list(kept.whole()) and [h.owner for h in kept.held()] == [1 - me.island] * 3
 
 
-def meet(rank, turn):
-    (rank.folder / f"turn{turn}.{rank.rank}").touch()
-    while len(list(rank.folder.glob(f"turn{turn}.*"))) < rank.islands * rank.procs:
-        time.sleep(0.01)
-
-
-class Usurped(TrainerCallback):
-    """A later life takes the folder."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 4:
-            Fence(Path(args.output_dir), "later").take(Ranks(None, 0, 1))
-
-
 @in_ranks(2, 1)
 def test_trainer_save_earlier_life_writes_nothing(me):
     """A process of an earlier life writes nothing."""
+
+    def usurped(args, *_, **__):
+        Fence(Path(args.output_dir), "later").take(Ranks(None, 0, 1))
+
+    trained = made(me, [script.At("on_step_end", usurped, 4)], max_steps=6, save_steps=2)
     with pytest.raises(Superseded, match="belongs to a later life"):
-        made(me, callbacks=[Usurped()], max_steps=6, save_steps=2).train()
-    assert sorted(p.name for p in own(me).glob("checkpoint-*")) == ["checkpoint-2"]
+        trained.train()
+    assert script.checkpoints(trained) == ["checkpoint-2"]
 
 
-def test_trainer_save_limit_on_each_node(run_ranks):
+def node(rank):
+    at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # accelerate asks for them, no more
+    return {**at, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank.proc)}
+
+
+@in_ranks(timeout=120, env=node)
+def test_trainer_save_limit_on_each_node(me):
     """`save_total_limit` holds on each node of an island whose nodes have a disk each."""
-
-    def work(rank):
-        folder = rank.folder / f"node{rank.proc}" / "out"
-        each = {"save_on_each_node": True, "save_total_limit": 2, "max_steps": 4, "save_steps": 1}
-        script.trained(folder, extra("demo", {}), **SETTINGS, **each)
-        return sorted(p.name for p in (folder / f"island{rank.island}").glob("checkpoint-*"))
-
-    def node(rank):
-        at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # accelerate asks for them, no more
-        return {**at, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank.proc)}
-
-    out = run_ranks(work, islands=2, procs=2, timeout=120, env=node)
-    assert out == [["checkpoint-3", "checkpoint-4"]] * 4
+    folder = me.folder / f"node{me.proc}" / "out"
+    each = {"save_on_each_node": True, "save_total_limit": 2, "max_steps": 4, "save_steps": 1}
+    trained = script.trained(folder, one_line("demo"), **SETTINGS, **each)
+    assert Path(trained.args.output_dir) == folder / f"island{me.island}"
+    assert script.checkpoints(trained) == ["checkpoint-3", "checkpoint-4"]
 
 
 @in_ranks(timeout=120)
 def test_trainer_save_checksums_of_all_ranks(me):
     """The manifest has a checksum of every file, of whichever rank it is."""
     script.trained(
-        me.folder / "out", extra("demo", {}), fsdp=True, **SETTINGS, max_steps=2, save_steps=2
+        me.folder / "out", one_line("demo"), fsdp=True, **SETTINGS, max_steps=2, save_steps=2
     )
     files = json.loads((own(me) / "checkpoint-2" / "manifest.json").read_text())["files"]
     folder = own(me) / "checkpoint-2"

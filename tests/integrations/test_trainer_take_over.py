@@ -9,33 +9,25 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
-
-from transformers import TrainerCallback  # noqa: E402
-
-import fsdp_demo  # noqa: E402
-from fsdp_demo.checkpoint import taking_over  # noqa: E402
-from fsdp_demo.checkpoint.choice import HeldCheckpoint  # noqa: E402
-from fsdp_demo.checkpoint.manager import ResumePoint  # noqa: E402
-from fsdp_demo.errors import NeedsDecision  # noqa: E402
+import fsdp_demo
+from fsdp_demo.checkpoint import taking_over
+from fsdp_demo.checkpoint.choice import HeldCheckpoint
+from fsdp_demo.checkpoint.manager import ResumePoint
+from fsdp_demo.errors import NeedsDecision
 from fsdp_demo.integrations.trainer.beginning import (
     _with_others,
     find_checkpoint,
     refuse_sharded,
     told,
-)  # noqa: E402
-from fsdp_demo.integrations.trainer.joining import (
-    TakeOver,  # noqa: E402
-    sentence,  # noqa: E402
 )
-from fsdp_demo.peers.votes import Ranks  # noqa: E402
+from fsdp_demo.integrations.trainer.joining import TakeOver, sentence
+from fsdp_demo.peers.votes import Ranks
 
-from ..support import trainer_script as script  # noqa: E402
-from ..support.inside import in_ranks  # noqa: E402
-from .test_trainer import history  # noqa: E402
-from .test_trainer_resume import extra  # noqa: E402
+from ..support import trainer_script as script
+from ..support.inside import in_ranks
+from ..support.trainer_script import history, one_line
 
 PLAN = {"save_steps": 4, "eval_strategy": "no", "logging_steps": 1}
 
@@ -50,21 +42,11 @@ class Rates(TrainerCallback):
         self.seen.append((state.global_step, optimizer.param_groups[0]["lr"], state.epoch))
 
 
-def train(
-    rank, preset, changes=None, *, resume=None, where="disk", fsdp=False, max_steps=10, **plan
-):
+def train(rank, preset, changes=None, *, resume=None, where="disk", callbacks=(), **plan):
     """One life on a disk of the island's own; what it ends with."""
-    rates = Rates()
-    own = rank.folder / f"{where}{rank.island}" / "out"
-    trained = script.trained(
-        own,
-        extra(preset, changes or {}),
-        resume=resume,
-        fsdp=fsdp,
-        callbacks=[rates, *plan.pop("callbacks", [])],
-        max_steps=max_steps,
-        **PLAN | plan,
-    )
+    rates, own = Rates(), rank.folder / f"{where}{rank.island}" / "out"
+    plan = {"max_steps": 10, **PLAN, **plan, "callbacks": [rates, *callbacks]}
+    trained = script.trained(own, one_line(preset, **changes or {}), resume=resume, **plan)
     return trained, rates.seen
 
 
@@ -89,7 +71,9 @@ def test_trainer_take_over_gradient_preset(me, resume):
     optimizer's moments are the donor's: equal to the uninterrupted run in every bit.
     """
     whole, rates = train(me, "full", where="whole", max_steps=20)
-    train(me, "full", max_steps=20, callbacks=[Ends(6)])
+    # all are told to end after a step that is saved nowhere
+    ends = [script.At("on_step_end", script.stop, 5), script.At("on_save", forgets, 6)]
+    train(me, "full", max_steps=20, callbacks=ends)
     lose(me, [0])
     resumed, again = train(me, "full", resume=resume, max_steps=20)
     assert torch.equal(script.shards(whole), script.shards(resumed))
@@ -98,19 +82,10 @@ def test_trainer_take_over_gradient_preset(me, resume):
     assert kept(me) == ([4] if me.island else []) + [8, 12, 16, 20]
 
 
-class Ends(TrainerCallback):
-    """All islands are told to end after a step that is saved nowhere."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step - 1:
-            control.should_training_stop = True
-
-    def on_save(self, args, state, control, **kwargs):
-        if state.global_step == self.step and args.process_index == 0:
-            shutil.rmtree(Path(args.output_dir) / f"checkpoint-{self.step}")
+def forgets(args, state, control, **kwargs):
+    """What is saved of a step is lost."""
+    if args.process_index == 0:
+        shutil.rmtree(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
 
 SHARDED = dict(
@@ -127,112 +102,95 @@ def test_trainer_take_over_ends_equal(run_ranks, preset, fsdp):
         logging.basicConfig(level=logging.WARNING, force=True)
         plan = {"max_steps": 10, "fsdp": fsdp, "save_steps": 5}
         train(rank, preset, SHARDED[preset], **plan)
-        shutil.rmtree(
-            rank.folder / f"disk{rank.island}" / "out" / f"island{rank.island}" / "checkpoint-10",
-            ignore_errors=True,
-        )
+        last = rank.folder / f"disk{rank.island}/out/island{rank.island}/checkpoint-10"
+        shutil.rmtree(last, ignore_errors=True)
         lose(rank, [1])
         resumed, rates = train(rank, preset, SHARDED[preset], resume="auto", **plan)
-        return script.parameters(resumed), rates, history(resumed, "loss"), kept(rank)
+        assert kept(rank) == ([10] if rank.island else [5, 10])
+        assert rank.island == 0 or max(history(resumed, "loss")) < 3.3  # a fresh model: 3.5
+        return script.parameters(resumed), rates, rank.log.read_text()
 
-    out = run_ranks(run, islands=2, procs=1 + fsdp, timeout=120, check=False)
-    assert all(o.error is None for o in out), [o.error for o in out if o.error]
-    first, *others = [o.value for o in out]
-    assert [r[0] for r in first[1]] == [6, 7, 8, 9, 10]
-    for o in others:
-        assert torch.equal(o[0], first[0]) and o[1] == first[1]
-    last = out[-1]
-    # a fresh model: 3.5
-    assert last.value[3] == [10] and first[3] == [5, 10] and max(last.value[2]) < 3.3
-    assert "island1: nothing of step 5 here: took over from island0" in out[1 + fsdp].log
-    assert "begin anew here" in out[1 + fsdp].log
+    out = run_ranks(run, islands=2, procs=1 + fsdp, timeout=120)
+    whole, rates, _ = out[0]
+    assert [r[0] for r in rates] == [6, 7, 8, 9, 10]
+    assert all(torch.equal(o[0], whole) and o[1] == rates for o in out)
+    log = out[1 + fsdp][2]
+    assert "island1: nothing of step 5 here: took over from island0" in log
+    assert "begin anew here" in log
 
 
-def test_trainer_take_over_no_checkpoint(run_ranks):
+@in_ranks(2, 1, timeout=120)
+def test_trainer_take_over_no_checkpoint(me):
     """Without any checkpoint `True` and a path are refused and `auto` begins."""
+    there = r"island0: checkpoint-7 \(not there\), island1: checkpoint-7 \(not there\)"
+    for resume, said in ((True, "no island holds a checkpoint"), ("out/checkpoint-7", there)):
+        with pytest.raises(NeedsDecision, match=said):
+            train(me, "diloco", {"period": 3}, resume=resume)
+    begun, rates = train(me, "diloco", {"period": 3}, resume="auto", max_steps=4)
+    assert rates[0][0] == 1
+    return script.parameters(begun)
 
-    def run(rank):
-        there = (r"island0: checkpoint-7 \(not there\), island1: checkpoint-7 \(not there\)",)
-        for resume, said in ((True, "no island holds a checkpoint"), ("out/checkpoint-7", *there)):
-            with pytest.raises(NeedsDecision, match=said):
-                train(rank, "diloco", {"period": 3}, resume=resume)
-        begun, rates = train(rank, "diloco", {"period": 3}, resume="auto", max_steps=4)
-        assert rates[0][0] == 1
-        return script.shards(begun)
 
-    assert torch.equal(*run_ranks(run, islands=2, procs=1, timeout=120))
+class Manager(SimpleNamespace):
+    """What `find_checkpoint` sees of a rank's `CheckpointManager`: one of two islands, whose notes
+    are alike; another island, "b", tells nothing.
+    """
+
+    def __init__(self, root, held=(), rank=0):
+        topology = SimpleNamespace(rank=rank, name="island0", islands=2, elastic=True)
+        super().__init__(root=root, found=list(held), topology=topology, ranks=Ranks(None, 0, 1))
+        tells = {"name": "b", "state": {}}
+        self.registry = SimpleNamespace(meet=lambda note: [note, note], tell=lambda note: tells)
+        self.adopt, self.verify = lambda: None, lambda folder: None
+
+    def held(self, name=""):
+        return self.found
+
+    def agree(self, held, how, name=""):
+        return ResumePoint(4, None, True) if held and how == "take_over" else None
 
 
 def test_trainer_resume_auto_says_once_that_training_begins(tmp_path, caplog):
     """Where no island holds a checkpoint, one rank of an island says so."""
     for rank in (0, 1):
-        manager = SimpleNamespace(
-            topology=SimpleNamespace(rank=rank, name="island0", islands=2, elastic=True),
-            ranks=Ranks(None, 0, 1),
-            registry=SimpleNamespace(meet=lambda note: [note]),
-            root=tmp_path / "out" / "island0",
-            adopt=lambda: None,
-            held=lambda: [],
-            agree=lambda held, how: None,
-        )
-        assert find_checkpoint("auto", manager, fresh=False) is None
+        assert find_checkpoint("auto", Manager(tmp_path / "island0", rank=rank), False) is None
     assert caplog.text.count("island0: no island holds a checkpoint") == 1
 
 
 def test_trainer_named_unlike_history_takes_over(tmp_path):
     """Of checkpoints that were named one history goes on, and other islands take over."""
     (tmp_path / "checkpoint-4").mkdir()
-    manager = SimpleNamespace(
-        topology=SimpleNamespace(islands=2),
-        ranks=Ranks(None, 0, 1),
-        registry=SimpleNamespace(
-            meet=lambda note: [note, note], tell=lambda note: {"name": "b", "state": {}}
-        ),
-        root=tmp_path,
-        adopt=lambda: None,
-        held=lambda name: [HeldCheckpoint(4)],
-        agree=lambda held, how, name: ResumePoint(4, None, True) if how == "take_over" else None,
-        verify=lambda folder: None,
-    )
+    manager = Manager(tmp_path, [HeldCheckpoint(4)])
     assert find_checkpoint("out/checkpoint-4", manager, fresh=False) == TakeOver(4, "b", {})
     assert find_checkpoint("out/checkpoint-4", manager, True) == str(tmp_path / "checkpoint-4")
 
 
-def test_trainer_take_over_fresh(run_ranks):
+@in_ranks(2, 1, timeout=120)
+def test_trainer_take_over_fresh(me):
     """`fresh=True`: the channels start anew, from the parameters of the island that holds the
     checkpoint; a torn folder holds nothing.
     """
-
-    def run(rank):
-        train(rank, "diloco", {"period": 3}, max_steps=8)
-        own = rank.folder / "disk0" / "out" / "island0"
-        for step in (4, 8) if rank.island == 0 else ():
-            (own / f"checkpoint-{step}" / "trainer_state.json").unlink()
-        line = {"period": 3, "fresh": True}
-        resumed, rates = train(rank, "diloco", line, resume=True, max_steps=12)
-        assert [r[0] for r in rates] == [9, 10, 11, 12]
-        return script.shards(resumed)
-
-    assert torch.equal(*run_ranks(run, islands=2, procs=1, timeout=120))
+    train(me, "diloco", {"period": 3}, max_steps=8)
+    own = me.folder / "disk0" / "out" / "island0"
+    for step in (4, 8) if me.island == 0 else ():
+        (own / f"checkpoint-{step}" / "trainer_state.json").unlink()
+    line = {"period": 3, "fresh": True}
+    resumed, rates = train(me, "diloco", line, resume=True, max_steps=12)
+    assert [r[0] for r in rates] == [9, 10, 11, 12]
+    return script.parameters(resumed)
 
 
-def test_trainer_take_over_from_furthest(run_ranks):
+@in_ranks(3, 1, timeout=120)
+def test_trainer_take_over_from_furthest(me):
     """Islands 0 and 1 hold states between the same exchanges; one that holds none takes the
     furthest, and so does the one behind it.
     """
-
-    def run(rank):
-        train(rank, "diloco", {"period": 6}, max_steps=6, save_steps=4 + rank.island)
-        shutil.rmtree(
-            rank.folder / f"disk{rank.island}" / "out" / f"island{rank.island}" / "checkpoint-6"
-        )
-        resumed, rates = train(rank, "diloco", {"period": 6}, resume=True, max_steps=8)
-        return script.shards(resumed), rates, kept(rank)
-
-    out = run_ranks(run, islands=3, procs=1, timeout=120)
-    assert all(torch.equal(o[0], out[0][0]) and o[1] == out[0][1] for o in out)
-    assert out[0][1][0][0] == 6
-    assert [o[2] for o in out] == [[4, 8], [5, 8], [8]]
+    train(me, "diloco", {"period": 6}, max_steps=6, save_steps=4 + me.island)
+    shutil.rmtree(me.folder / f"disk{me.island}/out/island{me.island}/checkpoint-6")
+    resumed, rates = train(me, "diloco", {"period": 6}, resume=True, max_steps=8)
+    assert rates[0][0] == 6
+    assert kept(me) == [[4, 8], [5, 8], [8]][me.island]
+    return script.parameters(resumed), rates
 
 
 # ---- its parts ---------------------------------------------------------------------------------
@@ -251,16 +209,10 @@ class Told:
 def test_take_over_facts_of_donor(tmp_path):
     """The donor hands over the facts of its Trainer state that are small enough."""
     assert told(tmp_path) == {}
-    state = {
-        "global_step": 4,
-        "best_metric": 0.5,
-        "best_model_checkpoint": "/there",
-        "log_history": [{"loss": 1.0}],
-        "epoch": 1.5,
-    }
-    (tmp_path / "trainer_state.json").write_text(
-        json.dumps(state | {"stateful_callbacks": {"A": "x" * taking_over.LARGEST}})
-    )
+    state = {"global_step": 4, "best_metric": 0.5, "best_model_checkpoint": "/there", "epoch": 1.5}
+    state |= {"log_history": [{"loss": 1.0}]}
+    state |= {"stateful_callbacks": {"A": "x" * taking_over.LARGEST}}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
     assert told(tmp_path) == {"best_metric": 0.5, "epoch": 1.5}
     for state in ({"epoch": 1.5}, {}):
         taken = _with_others(None, 4, Told(state))

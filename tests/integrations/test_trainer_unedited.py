@@ -12,19 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset, DatasetDict, IterableDataset
+from transformers import Trainer, TrainerCallback
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
+from fsdp_demo import Topology
+from fsdp_demo.integrations.trainer import ExchangeCallback, unedited
 
-from datasets import Dataset, DatasetDict, IterableDataset  # noqa: E402
-from transformers import Trainer, TrainerCallback  # noqa: E402
-
-from fsdp_demo import Topology  # noqa: E402
-from fsdp_demo.integrations.trainer import ExchangeCallback, unedited  # noqa: E402
-
-from ..launch.rehearsals import ON_LINUX, command, lines_until, processes_of  # noqa: E402
-from ..support import trainer_script as script  # noqa: E402
-from ..support import unedited_script  # noqa: E402
+from ..launch.rehearsals import ON_LINUX, command, lines_until, processes_of
+from ..support import trainer_script as script
+from ..support import unedited_script
 
 # ---- without processes ------------------------------------------------------------------------
 

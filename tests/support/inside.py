@@ -13,12 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 from . import threaded
+from .small import same
 
 Test = Callable[..., Any]
 
 
 def in_ranks(islands: int = 2, procs: int = 2, **options: Any) -> Callable[[Test], Test]:
-    """The test is what each rank of `run_ranks(..., islands, procs, **options)` does.
+    """The test is what each rank of `run_ranks(..., islands, procs, **options)` does. What it
+    returns is the same on all ranks, bit by bit.
 
     Its parameter `me`, if it has one, is the `Rank`. Its other arguments travel to the ranks, so it
     takes no fixture but those that can be pickled. Parameters `islands` and `procs` stand in for
@@ -27,11 +29,13 @@ def in_ranks(islands: int = 2, procs: int = 2, **options: Any) -> Callable[[Test
 
     def decorator(test: Test) -> Test:
         def run(run_ranks: Any, given: dict[str, Any]) -> None:
-            def work(me: Any) -> None:
-                test(**({"me": me} if takes_me else {}), **given)
+            def work(me: Any) -> Any:
+                return test(**({"me": me} if takes_me else {}), **given)
 
             sizes = {n: given[n] for n in ("islands", "procs") if n in given}
-            run_ranks(work, **{"islands": islands, "procs": procs, **sizes}, **options)
+            found = run_ranks(work, **{"islands": islands, "procs": procs, **sizes}, **options)
+            unlike = [rank for rank, value in enumerate(found) if not same(value, found[0])]
+            assert not unlike, f"ranks {unlike} return another value than rank 0"
 
         takes_me = "me" in inspect.signature(test).parameters
         return _as_test(test, {"me"}, run)

@@ -8,6 +8,7 @@ its form on a wire.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -204,6 +205,12 @@ def topology(
 ) -> Joining:
     """Of the last of `islands` islands, as a newcomer."""
     return Joining(kind, islands - 1, islands, "newcomer", **fields).follow(fed, active_copies)
+
+
+def island(record: Record, at: int, until: int, **fields: Any) -> Joining:
+    """`topology` in a rank, of an island that is fed from a record, in a run of its own."""
+    own = {"run": f"joins{at}-{until}", "endpoint": os.environ["ISLAND_ENDPOINT"], **fields}
+    return topology(Fed(record, at, until), kind="islands", **own)
 
 
 def stand(runtime: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import io
 import os
 import pickle
 import sys
+import time
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,6 +40,12 @@ class Rank:
         from torch.distributed.device_mesh import init_device_mesh
 
         return init_device_mesh("cpu", (self.procs,))
+
+    def meet(self, turn: object) -> None:
+        """Wait until all ranks of the call, on islands of one size, have come to this turn."""
+        (self.folder / f"turn{turn}.{self.rank}").touch()
+        while len(list(self.folder.glob(f"turn{turn}.*"))) < self.islands * self.procs:
+            time.sleep(0.01)
 
     @property
     def log(self) -> Path:

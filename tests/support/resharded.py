@@ -193,9 +193,12 @@ def _fill(c: ChannelRunner, island: int) -> None:
     c.present = [n != "one" and (n != "tied.weight" or island == 0) for n in names]
 
 
-def all_ranks(config: ExchangeConfig, form: Form, fill: bool = True) -> list[list[Any]]:
+def all_ranks(
+    config: ExchangeConfig, form: Form, fill: bool = True, **options: Any
+) -> list[list[Any]]:
+    """All ranks of all islands, as `make` makes them."""
     return [
-        [make(config, form, i, place, fill) for place in form.places(i)]
+        [make(config, form, i, place, fill, **options) for place in form.places(i)]
         for i in range(form.islands)
     ]
 

@@ -1,11 +1,13 @@
 """A Trainer script as users write them; `extra` is the one line under test. Run in a rank's process
-by tests/test_trainer*.py.
+by tests of the Trainer.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,14 +20,17 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
 
+import fsdp_demo
 from fsdp_demo.checkpoint.folders import found, misfits
 from fsdp_demo.integrations.accelerate import allow_fsdp_on_cpu
 from fsdp_demo.integrations.data import split_dataset_by_island
-from fsdp_demo.integrations.trainer import ExchangeCallback
+from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer
+from fsdp_demo.integrations.trainer.setup import has_own_optimizer
 
 WORDS = (
     "the of and to in a is that for it with as was on be by this are from at or an have not".split()
@@ -95,6 +100,16 @@ def fresh_state():
             os.environ.pop(name, None)
 
 
+def one_line(preset, *, lr=5e-3, **changes):
+    """The keywords that an exchange adds to a Trainer: its callback, and the optimizer of a preset
+    that brings one.
+    """
+    line = {"callbacks": [ExchangeCallback(preset, **changes)]}
+    if has_own_optimizer(fsdp_demo.preset(preset)):
+        line["optimizer_cls_and_kwargs"] = exchange_optimizer(preset, lr=lr)
+    return line
+
+
 def trainer(
     folder, extra, *, fsdp=False, split=True, rows=ROWS, callbacks=(), axes=None, **changes
 ):
@@ -142,11 +157,57 @@ def trainer(
     )
 
 
+def alone(me, callbacks=(), **changes):
+    """A `trainer` of one island, whose preset has an optimizer of its own."""
+    changes = {"max_steps": 6, "eval_strategy": "no", "save_steps": 2, **changes}
+    return trainer(me.folder / "out", one_line("demo"), callbacks=callbacks, **changes)
+
+
 def trained(folder, extra, *, resume=None, **changes):
     """A `trainer` that has trained; `resume` is what the script passes on."""
     made = trainer(folder, extra, **changes)
     made.train(resume_from_checkpoint=resume)
     return made
+
+
+class At(TrainerCallback):
+    """A user's callback: at an event of these steps it calls do(args, state, control, **more)."""
+
+    def __init__(self, event, do, *steps):
+        def called(args, state, control, **more):
+            if state.global_step in steps:
+                do(args, state, control, **more)
+
+        setattr(self, event, called)
+
+
+def sigterm(*_, **__):
+    """For `At`: this process is told to end."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stop(args, state, control, **_):
+    """For `At`: this island asks to stop."""
+    control.should_training_stop = True
+
+
+def ended(made, resume=None):
+    """Train; the status with which training ends the process, None where it does not."""
+    try:
+        made.train(resume_from_checkpoint=resume)
+    except SystemExit as end:
+        return end.code
+    return None
+
+
+def history(trained, key):
+    """What the Trainer has logged under a key, in order."""
+    return [row[key] for row in trained.state.log_history if key in row]
+
+
+def checkpoints(trained):
+    """The names of the checkpoints in the folder that it saves to."""
+    return sorted(p.name for p in Path(trained.args.output_dir).glob("checkpoint-*"))
 
 
 def recipe_resumed(main, rank, preset, *flags):
@@ -174,7 +235,11 @@ def recipe_resumed(main, rank, preset, *flags):
 
 
 def parameters(trained):
-    """The whole model as one vector, on every rank."""
+    """The whole model as one vector, on every rank; under DeepSpeed its fp32 masters."""
+    if trained.is_deepspeed_enabled:
+        from . import zero
+
+        return torch.cat([p.flatten() for p in zero.whole(trained.deepspeed).values()])
     parts = [
         p.full_tensor() if hasattr(p, "full_tensor") else p for p in trained.model.parameters()
     ]

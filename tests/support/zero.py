@@ -18,6 +18,8 @@ import torch
 from deepspeed import comm
 from torch import nn
 
+import deepspeed_ext
+
 # compiled at run time, only for inference
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -143,6 +145,22 @@ def engine(
     return made
 
 
+def attached(
+    config: dict[str, Any] | str,
+    preset: str,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    model: nn.Module | None = None,
+    **changes: Any,
+) -> tuple[Any, Any]:
+    """An engine, with the optimizer of its preset, and its exchange, in a run of its own: a process
+    attaches more than once. `config`: DeepSpeed's, or a stage.
+    """
+    config = settings(config) if isinstance(config, str) else config
+    made = engine(config, optimizer or (sgd if preset == "demo" else adamw), model)
+    with another_run():
+        return made, deepspeed_ext.attach(made, preset, **changes)
+
+
 def batch(step: int, rank: int, micro: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [4, 6] and targets [4] of one rank at one step."""
     g = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
@@ -194,3 +212,22 @@ def whole(made: Any) -> dict[str, torch.Tensor]:
         for n, p in made.module.named_parameters()
         if p.requires_grad
     }
+
+
+def for_trainer(stage: str, **more: Any) -> dict[str, Any]:
+    """DeepSpeed's configuration as users of a Trainer write it: "auto" wherever it knows better."""
+    numbers = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    return {
+        **dict.fromkeys((*numbers, "gradient_clipping"), "auto"),
+        "zero_optimization": BUCKETS | STAGES[stage],
+        "bf16": {"enabled": "auto"},
+        "steps_per_print": 10**9,
+        **more,
+    }
+
+
+def shown(trained: Any) -> torch.Tensor:
+    """A Trainer's own parameters as one vector, as a forward sees them."""
+    params = list(trained.model.parameters())
+    with deepspeed.zero.GatheredParameters(params):
+        return torch.cat([p.detach().float().flatten() for p in params])
