@@ -62,8 +62,8 @@ def test_axolotl_reads_its_keys() -> None:
     [
         ({"exchange": "dilco"}, {}, "dilco"),
         ({"exchange": "diloco", "exchange_set": {"periods": 2}}, {}, "has no setting 'periods'"),
-        ({"exchange": "diloco", "exchange_set": {"clip": 1}}, {"max_grad_norm": 2.0},
-         "clip=1.0 beside max_grad_norm=2.0: set max_grad_norm alone"),
+        ({"exchange": "diloco", "exchange_set": {"clip": 0.5}}, {},
+         "clip=0.5 beside max_grad_norm=1.0: set max_grad_norm alone"),
         (DILOCO, {"auto_find_batch_size": True}, "auto_find_batch_size=True"),
     ],
 )  # fmt: skip

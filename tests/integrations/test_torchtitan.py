@@ -13,16 +13,15 @@ import torch
 pytest.importorskip("torchtitan", reason="pip install --no-deps torchtitan==0.3.0")
 pytest.importorskip("torchdata", reason="torchtitan needs torchdata, tyro, spmd_types, tensorboard")
 
+from ..support import titan  # noqa: E402, I001 (it prepares torchtitan)
+
+from fsdp_demo.integrations import torchtitan  # noqa: E402
 from torchtitan.components.optimizer import OptimizersContainer, default_adamw  # noqa: E402
 from torchtitan.config.override import (  # noqa: E402
     OverrideConfig,
     apply_overrides,
     parse_cli_imports,
 )
-
-from fsdp_demo.integrations import torchtitan  # noqa: E402
-
-from ..support import titan  # noqa: E402
 
 OPTIMIZER = "fsdp_demo.integrations.torchtitan.optimizer="
 DATA = "fsdp_demo.integrations.torchtitan.dataloader"

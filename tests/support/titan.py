@@ -4,9 +4,12 @@ tests.support.titan --config small` names on its command line.
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 from datasets import Dataset
@@ -23,6 +26,9 @@ class Cpu:
     def device_count(self) -> int:
         return 1
 
+    def current_device(self) -> int:
+        return 0
+
     def get_device_name(self, *_: Any) -> str:
         return "cpu"
 
@@ -33,18 +39,24 @@ class Cpu:
         return {}
 
 
-utils.device_type, utils.device_module = "cpu", Cpu()  # before other modules import them
+# before other modules import them; triton comes with torch for GPUs alone
+utils.device_type, utils.device_module = "cpu", Cpu()
+if importlib.util.find_spec("triton") is None:
+    sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = MagicMock()
 
 from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
 from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.config import ConfigManager, TrainingConfig  # noqa: E402
+from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from torchtitan.hf_datasets import DatasetConfig, text_datasets  # noqa: E402
 from torchtitan.models.common import Embedding, Linear  # noqa: E402
 from torchtitan.protocols.model import BaseModel  # noqa: E402
 from torchtitan.protocols.model_spec import ModelSpec  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
+
+dist_utils.set_pg_timeouts = lambda **_: None  # torch 2.13 has no torch.distributed.set_timeout
 
 
 class Letters(BaseTokenizer):
@@ -86,7 +98,7 @@ class Small(BaseModel):
 
 
 def parallelize(model: Any, *, parallel_dims: Any, **_: Any) -> Any:
-    return fully_shard(model, mesh=parallel_dims.get_mesh(["fsdp"]))
+    return fully_shard(model, mesh=parallel_dims.get_mesh("dp_shard"))
 
 
 def rows(path: str) -> Dataset:
