@@ -48,6 +48,10 @@ class IslandOptimizers(OptimizersContainer):
         super().zero_grad(set_to_none=set_to_none)
 
     def _attached(self, trainer: Any) -> Exchange:
+        if trainer.parallel_dims.pp_enabled:
+            raise ValueError(
+                "pipeline_parallel_degree above 1: ranks of an island must hold one model; set 1"
+            )
         training, step = trainer.config.training, trainer.step - 1
         config, norm = self._config.exchange.clipped_once(training.max_norm)
         training.max_norm = norm or math.inf
@@ -57,7 +61,7 @@ class IslandOptimizers(OptimizersContainer):
             model=self.model_parts[0],
             must_match={"steps": training.steps, "lr_scheduler": str(trainer.config.lr_scheduler)},
             step=step,
-            state=torch.load(io.BytesIO(self._saved)) if self._saved else None,
+            state=torch.load(io.BytesIO(self._saved), "cpu") if self._saved else None,
             batch=(training.local_batch_size, trainer.gradient_accumulation_steps),
             fresh=self._config.fresh,
         )

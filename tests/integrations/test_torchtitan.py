@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ pytest.importorskip("torchdata", reason="torchtitan needs torchdata, tyro, spmd_
 from ..support import titan  # noqa: E402, I001 (it prepares torchtitan)
 
 from fsdp_demo.integrations import torchtitan  # noqa: E402
+from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 from torchtitan.components.optimizer import OptimizersContainer, default_adamw  # noqa: E402
 from torchtitan.config.override import (  # noqa: E402
     OverrideConfig,
@@ -64,6 +66,23 @@ def test_torchtitan_needs_its_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     config = torchtitan.optimizer(default_adamw(), "diloco")
     with pytest.raises(RuntimeError, match="else call fsdp_demo.attach"):
         config.build(model_parts=[torch.nn.Linear(2, 2)]).zero_grad()
+
+
+def test_torchtitan_pipeline_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of an island that hold unlike stages of a pipeline are refused when they attach."""
+
+    class Staged:
+        parallel_dims, step, config = SimpleNamespace(pp_enabled=True), 1, titan.small()
+
+        def train_step(self) -> None:
+            self.optimizers.zero_grad()
+
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    staged = Staged()
+    config = torchtitan.optimizer(default_adamw(), "diloco")
+    staged.optimizers = config.build(model_parts=[torch.nn.Linear(2, 2)])
+    with pytest.raises(ValueError, match="pipeline_parallel_degree above 1"):
+        staged.train_step()
 
 
 def test_torchtitan_overrides_claim_their_nodes() -> None:
@@ -153,7 +172,7 @@ def test_torchtitan_begins_on_a_foreign_checkpoint(run_ranks, tmp_path) -> None:
 
     def run(rank):
         titan.trained(tmp_path, stop=4)
-        with pytest.raises(Exception, match="exchange.rank0"):
+        with pytest.raises(CheckpointException, match="Missing key .* optimizer.exchange.rank0"):
             titan.trained(tmp_path, *DILOCO)
         return facts(titan.trained(tmp_path, *line(preset="diloco", period=3, fresh=True)))
 
