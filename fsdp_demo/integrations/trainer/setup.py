@@ -292,10 +292,17 @@ def exchange_optimizer(
 
 
 class _Factory:
-    """An optimizer factory as the Trainer takes it: `_Factory()(model, **keywords)`."""
+    """An optimizer factory as the Trainer takes it: `_Factory()(model, **keywords)`. The Trainers
+    of axolotl hand it their arguments as well.
+    """
 
     def __call__(
-        self, model: torch.nn.Module, config: ExchangeConfig, lr: float, weight_decay: float | None
+        self,
+        model: torch.nn.Module,
+        *_: Any,
+        config: ExchangeConfig,
+        lr: float,
+        weight_decay: float | None,
     ) -> torch.optim.Optimizer:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         options = {} if weight_decay is None else {"weight_decay": weight_decay}

@@ -62,7 +62,8 @@ def train(
         text = "this Trainer has an ExchangeCallback of its script, which it keeps"
         warn(trainer, topology_of(trainer), f"{text}: ISLAND_EXCHANGE changes nothing")
         return original(trainer, resume_from_checkpoint, *args, **kwargs)
-    callback, said = (found[0], "") if found else _added(trainer)
+    exchange = environment.exchange(os.environ)
+    callback, said = (found[0], "") if found else added(trainer, *exchange, AddedCallback)
     assert isinstance(callback, AddedCallback)
     folder = str(trainer.args.output_dir)
     if resume_from_checkpoint is None and environment.resumes(os.environ):
@@ -78,15 +79,21 @@ def train(
     )
 
 
-def _added(trainer: Trainer) -> tuple[AddedCallback, str]:
-    """The callback, which the Trainer has now, and words for all that was changed in it."""
-    source, changes = environment.exchange(os.environ)
+def added(
+    trainer: Trainer,
+    source: str,
+    changes: list[str],
+    kind: type[ExchangeCallback] = ExchangeCallback,
+) -> tuple[ExchangeCallback, str]:
+    """The callback, a `kind` with `load_config(source, changes)`, which the Trainer has now, and
+    words for all that was changed in it. Raises ValueError as `train` does.
+    """
     config, own = load_config(source, changes), ""
     if has_own_optimizer(config) and _takes_optimizer(trainer, config):
         lr = trainer.args.learning_rate
         trainer.optimizer_cls_and_kwargs = exchange_optimizer(config, lr=lr)
         own = f"; the optimizer is that of the preset, learning_rate {lr:g}"
-    callback = AddedCallback(config)
+    callback = kind(config)
     trainer.add_callback(callback)
     callback.set_trainer(trainer)
     rows = _split(trainer, topology_of(trainer))
