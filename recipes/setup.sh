@@ -95,7 +95,7 @@ install_all() {
         install_cpu_torch
     fi
     say "installing the package and its tools (a few minutes the first time)"
-    "${pip[@]}" -c "$scratch/constraints.txt" -e '.[hf,deepspeed,report,docs,dev]'
+    "${pip[@]}" -c "$scratch/constraints.txt" -e '.[hf,deepspeed,lightning,report,docs,dev]'
     [ "$cpu" = no ] || is_cpu_torch ||
         die "no NVIDIA GPU here (no nvidia-smi), yet the torch in .venv has CUDA in it or does not import: remove .venv and run this again"
 }
