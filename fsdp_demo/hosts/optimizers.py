@@ -64,11 +64,6 @@ def base_optimizer(
     return made(params, lr=rate, **options)
 
 
-def has_own_optimizer(config: ExchangeConfig) -> bool:
-    """Whether a preset is defined for an optimizer that is not AdamW, the usual one."""
-    return config.inner_optimizers[0] not in ("any", "as_is", "adamw", "adam")
-
-
 def inner_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     """The class of an inner optimizer by its name in `inner_optimizers`."""
     others = {"sgd": torch.optim.SGD, "muonadamw": MuonAdamW}

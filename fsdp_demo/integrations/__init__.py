@@ -24,5 +24,6 @@ def lightning_callbacks() -> list[Any]:
     from .lightning import ExchangeCallback
 
     source, changes = environment.exchange(os.environ)
-    added = f"exchange {' '.join([source, *changes])} added to Trainer"
-    return [ExchangeCallback(load_config(source, changes), added=added)]
+    callback = ExchangeCallback(load_config(source, changes))
+    callback.added = f"exchange {' '.join([source, *changes])} added"
+    return [callback]

@@ -56,9 +56,8 @@ class ExchangeArguments:
             lr: learning rate of that optimizer (`training_args.learning_rate`); default the
                 preset's published one.
         """
-        from ..hosts.optimizers import has_own_optimizer
         from .trainer.callback import ExchangeCallback
-        from .trainer.setup import exchange_optimizer
+        from .trainer.setup import exchange_optimizer, has_own_optimizer
 
         config = self.config()
         if config is None:

@@ -2,10 +2,10 @@
 
     Trainer(..., callbacks=[ExchangeCallback("diloco", period=100)])
 
-Launched as islands (ISLAND_* variables) the Trainers train one model. What no hook of a callback
-sees is wrapped on the Trainer's own objects. A run resumes from what `RunState` saves; the place in
-loops, rows and schedules is counted from the step of the exchange. Facts: lightning 2.6,
-`_FitLoop.run`, `_TrainingEpochLoop.reset`, `_DataConnector._prepare_dataloader`.
+Launched as islands (ISLAND_* variables) the Trainers train one model. What no hook sees is wrapped
+on the Trainer's own objects. A run resumes from what `RunState` saves; the place in loops, rows and
+schedules is counted from the step of the exchange. Facts: lightning 2.6, `_FitLoop.run`,
+`_TrainingEpochLoop.reset`, `_DataConnector._prepare_dataloader`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..errors import NeedsDecision, Stopped
 from ..exchange import summary
 from ..exchange.exchange import Exchange
 from ..exchange.guard import guard
-from ..hosts.optimizers import check_inner, has_own_optimizer, optimizer_kind
+from ..hosts.optimizers import check_inner, optimizer_kind
 from ..rendezvous import environment
 from ..rendezvous.topology import Topology
 from ..runlog.record import tracked
@@ -46,9 +46,6 @@ _PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lig
 _FOUND = [module for package, module in _PACKAGES.items() if importlib.util.find_spec(package)]
 _Callback: Any = type("_Callback", tuple(importlib.import_module(m).Callback for m in _FOUND), {})
 
-_STRATEGIES = "take DDPStrategy or ModelParallelStrategy(data_parallel_size=N, "
-_STRATEGIES += "tensor_parallel_size=1), which is FSDP2"
-
 
 class ExchangeCallback(_Callback):
     """A callback that joins the Trainers of all islands to train one model.
@@ -57,17 +54,18 @@ class ExchangeCallback(_Callback):
         config: preset name, yaml file or `ExchangeConfig`.
         resume: as for `RunState.restore`; None: "auto" where the launcher or `ckpt_path` says so.
         fresh: when resuming, start the exchange's state anew.
-        added: words for the log, of a launch that adds it; one of the script goes before it.
         changes: of the preset, as in `fsdp_demo.preset(name, **changes)`.
 
     Attributes:
-        exchange: that of the last training; None before it, and where there was none.
+        exchange: that of the last training; None before it.
+        added: what a launch says that has added it; a callback of the script goes before it.
 
     Raises:
         ValueError: in `Trainer.fit`, for what cannot work; says what was found and what to do.
     """
 
     exchange: Exchange | None = None
+    added = ""
 
     def __init__(
         self,
@@ -75,11 +73,9 @@ class ExchangeCallback(_Callback):
         *,
         resume: bool | str | None = None,
         fresh: bool = False,
-        added: str = "",
         **changes: Any,
     ):
-        self.config, self.added = settled(config, changes), added
-        self._resume, self._fresh, self._own_clip = resume, fresh, "clip" in changes
+        self.config, self._resume, self._fresh = settled(config, changes), resume, fresh
         self._trainer: Any = None
         self._state: Any = None
         self._active, self._saved = False, -1
@@ -96,16 +92,13 @@ class ExchangeCallback(_Callback):
         self._trainer, topology = trainer, Topology.from_env()
         summary.speak(topology)
         others = [c for c in trainer.callbacks if isinstance(c, ExchangeCallback) and c is not self]
-        self._active = topology.islands > 1 or has_own_optimizer(self.config)
-        if not self._active or (others and self.added):
-            self._active = False
-            log.info(
-                "%s: no peers, or an ExchangeCallback of the script: none added", topology.name
-            )
+        if self.added and topology.rank == 0:
+            text = "not: this Trainer has a callback of its script" if others else "to this Trainer"
+            log.warning("%s: %s %s", topology.name, self.added, text)
+        if self.added and others:
             return
-        self._refuse(trainer, pl_module, [c for c in others if not c.added])
-        if self.added and not topology.rank:
-            log.warning("%s: %s", topology.name, self.added)
+        self._active = True
+        self._refuse(trainer, pl_module, sum(not c.added for c in others))
         if topology.islands > 1:
             self._separate(trainer, topology.name)
             data = trainer._data_connector
@@ -114,21 +107,22 @@ class ExchangeCallback(_Callback):
             loop.on_advance_end = partial(self._hold, loop.on_advance_end)
         trainer.save_checkpoint = partial(self._save, trainer.save_checkpoint)
 
-    def _refuse(self, trainer: Any, module: Any, others: list[Any]) -> None:
-        kinds = [kind.__name__ for kind in type(trainer.strategy).__mro__]
-        known = {"SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"} & {*kinds}
+    def _refuse(self, trainer: Any, module: Any, others: int) -> None:
+        kinds = {kind.__name__ for kind in type(trainer.strategy).__mro__}
+        known = kinds & {"SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"}
         tensors = getattr(trainer.strategy, "_tensor_parallel_size", 1)
         schedules = [c for c in trainer.callbacks if "GradientAccumulation" in type(c).__name__]
         checks = {
             "two ExchangeCallbacks: take one of them out": others,
-            f"{kinds[0]}: {_STRATEGIES}": not known or "DeepSpeedStrategy" in kinds or tensors > 1,
+            f"{type(trainer.strategy).__name__}: take DDPStrategy or, which is FSDP2, "
+            "ModelParallelStrategy(data_parallel_size=N, tensor_parallel_size=1)": not known
+            or "DeepSpeedStrategy" in kinds
+            or tensors > 1,
             "automatic_optimization=False: call fsdp_demo.attach in on_train_start and finish() in "
             "on_train_end (docs/torch.md)": not module.automatic_optimization,
-            f"precision={trainer.precision!r}: its loss scaler skips steps on one island only; take "
-            "'bf16-mixed'": str(trainer.precision).startswith("16"),
+            f"precision={trainer.precision!r}, whose loss scaler skips steps on one island only: "
+            "take 'bf16-mixed'": str(trainer.precision).startswith("16"),
             "GradientAccumulationScheduler: set Trainer(accumulate_grad_batches=N)": schedules,
-            f"clip= beside gradient_clip_val={trainer.gradient_clip_val}: leave one of them "
-            "out": trainer.gradient_clip_val and self._own_clip,
         }
         for text, wrong in checks.items():
             if wrong:
@@ -156,25 +150,28 @@ class ExchangeCallback(_Callback):
     ) -> Any:
         """Deal the rows of a loader to train on to all ranks of all islands."""
         trainer, data = self._trainer, self._trainer._data_connector
-        splits = mode == "train" and isinstance(loader, DataLoader)
-        given = splits and isinstance(loader.sampler, DistributedSampler)
-        given |= splits and isinstance(loader.dataset, IterableDataset)
-        if splits and (given or not trainer._accelerator_connector.use_distributed_sampler):
+        if mode != "train" or not isinstance(loader, DataLoader):
+            return original(loader, shuffle=shuffle, mode=mode)
+        given = isinstance(loader.sampler, DistributedSampler)
+        given |= not trainer._accelerator_connector.use_distributed_sampler
+        if given or isinstance(loader.dataset, IterableDataset):
             text = "%s: its rows are NOT split by island (a stream, a DistributedSampler, or "
             text += "use_distributed_sampler=False): give it split_dataset_by_island(dataset)"
             log.warning(text, topology.name)
-            splits = False
-        if not splits:
             return original(loader, shuffle=shuffle, mode=mode)
         inside = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         parts, rows = topology.islands * inside["num_replicas"], len(loader.dataset)
         if rows < parts:
             raise ValueError(f"{rows} rows for the {parts} ranks of all islands: give more rows")
         place = {"num_replicas": parts, "rank": topology.island + topology.islands * inside["rank"]}
-        module, shuffle = sys.modules[type(data).__module__], shuffle
-        shuffle &= not isinstance(loader.sampler, SequentialSampler)
+        module, mixed = sys.modules[type(data).__module__], loader.sampler
         sampler = module._get_distributed_sampler(
-            loader, shuffle, trainer.overfit_batches, mode, drop_last=True, **place
+            loader,
+            not isinstance(mixed, SequentialSampler),
+            trainer.overfit_batches,
+            mode,
+            drop_last=True,
+            **place,
         )
         return module._update_dataloader(loader, sampler, mode=mode)
 
@@ -194,20 +191,31 @@ class ExchangeCallback(_Callback):
         if norm and trainer.gradient_clip_algorithm != "value":
             config, trainer.gradient_clip_val = config.clipped_once(norm)
             self._guarded.callback(setattr, trainer, "gradient_clip_val", norm)
-        self._state = state = self._restored(trainer, topology, optimizer)
-        facts = {"max_steps": trainer.estimated_stepping_batches, "batches": loop.max_batches}
-        facts["accumulate"] = trainer.accumulate_grad_batches
-        rows = getattr(loop._combined_loader.flattened[0], "batch_size", None) or 1
+        saves = CheckpointManager(trainer.default_root_dir, topology)
+        self._state = state = RunState(saves, model, optimizer)
+        step, named, joins = trainer.global_step, bool(trainer.ckpt_path), topology.under_way()
+        if joins or not (named and self._fresh):
+            auto = "auto" if named or environment.resumes(os.environ) else False
+            state.restore(auto if self._resume is None else self._resume, fresh=self._fresh)
+            if named and not joins and state.step != step:
+                raise NeedsDecision(
+                    f"ckpt_path is of step {step}, the newest in {saves.root} that fits is of step "
+                    f"{state.step}: leave ckpt_path out and give ExchangeCallback(..., resume="
+                    "'auto'), or take it with fresh=True, without the exchange's state"
+                )
         self.exchange = exchange = attach(
             optimizer,
             config,
             model=model,
             topology=topology,
-            step=state.step or trainer.global_step,
+            step=state.step or step,
             state=state.saved,
-            must_match={name: value for name, value in facts.items() if value != math.inf}
-            | {"seed of rows": os.environ.get("PL_GLOBAL_SEED", "0")},
-            batch=(rows, trainer.accumulate_grad_batches),
+            must_match={
+                "max_steps": trainer.estimated_stepping_batches,
+                "batches": str(loop.max_batches),
+                "accumulate_grad_batches": trainer.accumulate_grad_batches,
+                "seed_everything": os.environ.get("PL_GLOBAL_SEED", "0"),
+            },
             fresh=self._fresh,
         )
         exchange.raise_stopped(False)
@@ -220,27 +228,6 @@ class ExchangeCallback(_Callback):
         self._guarded.enter_context(
             guard(exchange, partial(state.save, exchange, last=True), again)
         )
-
-    def _restored(self, trainer: Any, topology: Topology, optimizer: Any) -> RunState:
-        """The state of this island as all islands go on from it.
-
-        Raises:
-            NeedsDecision: not from the step of `ckpt_path`, and as `RunState.restore`.
-        """
-        saves = CheckpointManager(trainer.default_root_dir, topology)
-        state, named = RunState(saves, trainer.model, optimizer), trainer.ckpt_path is not None
-        joins = topology.under_way()
-        if joins or not (named and self._fresh):
-            auto = "auto" if named or environment.resumes(os.environ) else False
-            state.restore(auto if self._resume is None else self._resume, fresh=self._fresh)
-            if named and not joins and state.step != trainer.global_step:
-                raise NeedsDecision(
-                    f"ckpt_path is of step {trainer.global_step}, and the newest that fits in "
-                    f"{saves.root} is of step {state.step}: leave ckpt_path out, with "
-                    "ExchangeCallback(..., resume='auto'), or take it with fresh=True, which "
-                    "begins the exchange's state anew"
-                )
-        return state
 
     def _move_to(self, loop: Any, step: int) -> None:
         """Set loops, rows and schedules of the Trainer to `step`, as if it had trained so far."""
@@ -278,12 +265,10 @@ class ExchangeCallback(_Callback):
                 forward(plan.scheduler, due - plan.scheduler.last_epoch)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *args: Any) -> None:
-        """Count tokens."""
         if self._live is not None:
             self._live.report(tokens=tokens_in(batch))
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        """Report the loss, for the next message."""
         if self._live is not None:
             self._live.report(loss=loss.detach() * trainer.accumulate_grad_batches)
 
@@ -293,10 +278,8 @@ class ExchangeCallback(_Callback):
         if exchange is None or loop._should_accumulate():
             return
         if exchange.step != trainer.global_step:
-            raise RuntimeError(
-                f"the optimizer has stepped {exchange.step} times, the Trainer counts "
-                f"{trainer.global_step}: step it once per step of the Trainer"
-            )
+            text = f"the optimizer has stepped {exchange.step} times, the Trainer counts "
+            raise RuntimeError(f"{text}{trainer.global_step}: step it once per step")
         if exchange.stopped and exchange.leaving:
             raise Stopped("this island is told to end")
         if exchange.step % trainer.log_every_n_steps == 0:

@@ -51,7 +51,7 @@ def test_lightning_unedited(run_id: str, tmp_path: Path, package, launcher, proc
     process = rehearse(tmp_path, run_id, *words, "--devices", str(procs), LIGHTNING=package)
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0 and output.count(AGREE) == 2, output
-    assert output.count("exchange diloco period=2 added to Trainer") == 2
+    assert output.count("exchange diloco period=2 added to this Trainer") == 2
     first, second = finals(tmp_path)
     assert all(torch.equal(first[name], second[name]) for name in first)
 

@@ -15,8 +15,8 @@ pytest.importorskip("datasets")
 from transformers import TrainerCallback  # noqa: E402
 
 import fsdp_demo  # noqa: E402
-from fsdp_demo.hosts.optimizers import has_own_optimizer  # noqa: E402
 from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer  # noqa: E402
+from fsdp_demo.integrations.trainer.setup import has_own_optimizer  # noqa: E402
 
 from ..support import trainer_script as script  # noqa: E402
 from ..support.inside import in_ranks

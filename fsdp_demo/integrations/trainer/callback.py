@@ -28,13 +28,13 @@ from ...config.schema import ExchangeConfig
 from ...errors import Mismatch, PeerLost, WireError
 from ...exchange.exchange import Exchange
 from ...exchange.guard import start_again
-from ...hosts.optimizers import has_own_optimizer
 from ...rendezvous.topology import Topology
 from ...status import DECIDE, SAVED, tell_launcher
 from .beginning import Beginning, refuse_elsewhere
 from .session import Session
 from .setup import (
     find_trainer,
+    has_own_optimizer,
     quieten,
     refuse,
     separate,

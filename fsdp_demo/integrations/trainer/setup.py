@@ -23,12 +23,17 @@ from ...config.schema import ExchangeConfig
 from ...errors import see
 from ...exchange import summary
 from ...exchange.exchange import Exchange
-from ...hosts.optimizers import base_optimizer, check_inner, has_own_optimizer, optimizer_kind
+from ...hosts.optimizers import base_optimizer, check_inner, optimizer_kind
 from ...rendezvous.topology import Topology
 from ..mesh import ExchangeParallelismConfig, mesh_topology, refuse_hsdp
 from .engine import engine_problems, engine_topology, muon, settings_of
 
 log = logging.getLogger("fsdp_demo")
+
+
+def has_own_optimizer(config: ExchangeConfig) -> bool:
+    """Whether a preset is defined for an optimizer that is not the Trainer's AdamW."""
+    return config.inner_optimizers[0] not in ("any", "as_is", "adamw", "adam")
 
 
 def find_trainer(callback: Any) -> Trainer:

@@ -18,14 +18,13 @@ from transformers import Trainer
 
 from ...config.load import load_config
 from ...config.schema import ExchangeConfig
-from ...hosts.optimizers import has_own_optimizer
 from ...rendezvous import environment
 from ...rendezvous.topology import Topology
 from ...status import tell_of_training
 from ..data import split_dataset_by_island
 from .callback import ExchangeCallback
 from .engine import settings_of
-from .setup import exchange_optimizer, topology_of, warn
+from .setup import exchange_optimizer, has_own_optimizer, topology_of, warn
 
 _folders: set[str] = set()  # of the trainings that this process has begun
 

@@ -1,4 +1,4 @@
-"""What a reader of the Lightning example has already: a module, rows and settings of the Trainer."""
+"""What a reader of the Lightning example has already: a module, rows, settings of the Trainer."""
 
 import torch
 from lightning.pytorch import LightningModule
