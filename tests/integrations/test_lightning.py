@@ -4,6 +4,7 @@ stops, resumes, files.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -36,9 +37,10 @@ from ..support import lightning_script as script  # noqa: E402
 from ..support.inside import in_ranks  # noqa: E402
 
 
-def fit(folder: Path, exchange: Any, net: Any = None, callbacks: Any = (), **settings: Any) -> Any:
-    """A Trainer that has trained 8 steps, its callbacks `exchange` and those after it."""
+def fit(folder: Path, exchange: Any, make: Any = None, callbacks: Any = (), **settings: Any) -> Any:
+    """A Trainer that has trained what `make` gives, 8 steps, with `exchange` and `callbacks`."""
     seed_everything(1, verbose=False)
+    net = (make or script.Net)()
     data, path = script.rows(), settings.pop("ckpt_path", None)
     settings = {
         "accelerator": "cpu",
@@ -53,7 +55,7 @@ def fit(folder: Path, exchange: Any, net: Any = None, callbacks: Any = (), **set
     }
     trainer = Trainer(callbacks=[exchange, *callbacks], **settings)
     loaders = DataLoader(data, script.BATCH, shuffle=True), DataLoader(data, 32)
-    trainer.fit(net or script.Net(), *loaders, ckpt_path=path)
+    trainer.fit(net, *loaders, ckpt_path=path)
     return trainer
 
 
@@ -67,8 +69,8 @@ def bits(model: torch.nn.Module) -> torch.Tensor:
 class Own(script.Net):
     """With the optimizer of a preset."""
 
-    def __init__(self, config: Any):
-        super().__init__()
+    def __init__(self, config: Any, dropout: float = 0.0):
+        super().__init__(dropout)
         self.config = config
 
     def configure_optimizers(self) -> Any:
@@ -124,16 +126,15 @@ def test_lightning_equals_a_plain_loop(run_ranks: Any, name: str) -> None:
 
     def work(me: Any) -> tuple[torch.Tensor, torch.Tensor]:
         config = fsdp_demo.preset(preset, **changes)
-        net, callback = Own(config), ExchangeCallback(preset, **changes)
-        fit(me.folder, callback, net, **settings)
+        callback = ExchangeCallback(preset, **changes)
+        trainer = fit(me.folder, callback, lambda: Own(config), **settings)
         assert callback.exchange is not None and callback.exchange.step == 8
         assert callback.exchange.digests_equal() in (True, None)
         norm, group = settings.get("gradient_clip_val"), settings.get("accumulate_grad_batches", 1)
-        return bits(net), plain(me, config, norm, group)
+        return bits(trainer.model), plain(me, config, norm, group)
 
     (first, loop), (second, _) = run_ranks(work, 2, 1, timeout=120)
     assert torch.equal(first, second) and torch.equal(first, loop)
-    assert not torch.equal(first, bits(script.Net()))
 
 
 class Sharded(script.Net):
@@ -149,10 +150,10 @@ def test_lightning_several_ranks(run_ranks: Any, kind: str) -> None:
 
     def work(me: Any) -> tuple[torch.Tensor, list[int]]:
         sharded = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-        net, seen = (Sharded() if kind == "fsdp2" else script.Net()), Seen()
+        make, seen = (Sharded if kind == "fsdp2" else script.Net), Seen()
         callback = ExchangeCallback("diloco", period=2)
         settings = {"strategy": sharded if kind == "fsdp2" else "ddp", "max_epochs": 1}
-        fit(me.folder, callback, net, [seen], max_steps=-1, **settings)
+        net = fit(me.folder, callback, make, [seen], max_steps=-1, **settings).lightning_module
         assert callback.exchange is not None and callback.exchange.digests_equal() is True
         assert any(hasattr(p, "to_local") for p in net.parameters()) == (kind == "fsdp2")
         return bits(net), seen.rows
@@ -204,17 +205,16 @@ def test_lightning_stop_and_resume(
 
     def work(me: Any, told: int, folder: Path) -> tuple[Any, Any, list[float]]:
         config = fsdp_demo.preset(preset)
-        net, seen = Own(config), Seen()
-        net.layers = script.layers(0.2)
-        callback = ExchangeCallback(preset, resume="auto")
-        settings = {"strategy": "ddp"} if procs > 1 else {}
+        seen, callback = Seen(), ExchangeCallback(preset, resume="auto")
+        settings = {"accumulate_grad_batches": 2, "max_steps": 12}
+        settings |= {"strategy": "ddp"} if procs > 1 else {}
         others = [seen, *([Tell(told)] if told else [])]
         try:
-            fit(folder, callback, net, others, accumulate_grad_batches=2, max_steps=12, **settings)
+            trainer = fit(folder, callback, lambda: Own(config, 0.2), others, **settings)
         except SystemExit as end:
             return end.code, None, seen.rows
         assert callback.exchange is not None and callback.exchange.step == 12
-        return 0, bits(net), seen.rows
+        return 0, bits(trainer.lightning_module), seen.rows
 
     whole = run_ranks(work, 2, procs, timeout=120, args=(0, tmp_path / "whole"))
     half = run_ranks(work, 2, procs, timeout=120, args=(7, tmp_path / "out"))
@@ -231,11 +231,11 @@ def test_lightning_saves_and_ckpt_path(me: Any) -> None:
     """
 
     def run(where: str, **settings: Any) -> Any:
-        net = script.Net(0.2)
         saver = ModelCheckpoint(me.folder / "files", every_n_train_steps=3, save_top_k=-1)
         callback = ExchangeCallback("diloco", period=4)
-        trainer = fit(me.folder / where, callback, net, [saver], max_steps=9, **settings)
-        return bits(net), trainer
+        make = functools.partial(script.Net, 0.2)
+        trainer = fit(me.folder / where, callback, make, [saver], max_steps=9, **settings)
+        return bits(trainer.model), trainer
 
     logger = CSVLogger(me.folder / "csv")
     once, trainer = run("out", logger=logger, log_every_n_steps=2)
@@ -274,7 +274,7 @@ def test_lightning_alone(me: Any) -> None:
     """Alone the method acts with one replica, and files stay where they are without it."""
     callback = ExchangeCallback("diloco", period=2)
     trainer = fit(me.folder, callback, None, [ModelCheckpoint(me.folder / "files")])
-    assert callback.exchange is not None and callback.exchange.metrics()["outer_steps"] == 4
+    assert callback.exchange is not None and callback.exchange.step == 8
     assert trainer.default_root_dir == str(me.folder) and [*(me.folder / "files").glob("*.ckpt")]
 
 
@@ -304,16 +304,19 @@ def test_lightning_refusals(monkeypatch, tmp_path, preset, settings, net, text) 
     for name, value in variables.items():
         monkeypatch.setenv(f"ISLAND_{name}", value)
     with pytest.raises(ValueError) as refused:
-        fit(tmp_path, ExchangeCallback(preset), net(), settings.pop("callbacks", ()), **settings)
+        fit(tmp_path, ExchangeCallback(preset), net, settings.pop("callbacks", ()), **settings)
     assert text in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("kinds", "text"),
     [
-        (("FSDPStrategy", "ParallelStrategy"), "FSDPStrategy: take DDPStrategy or ModelParallel"),
+        (
+            ("FSDPStrategy", "ParallelStrategy"),
+            "FSDPStrategy: take DDPStrategy or, which is FSDP2, ",
+        ),
         (("DeepSpeedStrategy", "DDPStrategy"), "DeepSpeedStrategy: take DDPStrategy or"),
-        (("XLAStrategy", "Strategy"), "XLAStrategy: take DDPStrategy or ModelParallelStrategy"),
+        (("XLAStrategy", "Strategy"), "XLAStrategy: take DDPStrategy or, which"),
     ],
 )
 def test_lightning_strategies_refused(kinds: tuple[str, str], text: str) -> None:
