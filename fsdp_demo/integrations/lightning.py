@@ -109,20 +109,21 @@ class ExchangeCallback(_Callback):
 
     def _refuse(self, trainer: Any, module: Any, others: int) -> None:
         kinds = {kind.__name__ for kind in type(trainer.strategy).__mro__}
-        known = kinds & {"SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"}
-        tensors = getattr(trainer.strategy, "_tensor_parallel_size", 1)
-        schedules = [c for c in trainer.callbacks if "GradientAccumulation" in type(c).__name__]
+        works = kinds & {"SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"}
+        works -= {"DDPStrategy"} if "DeepSpeedStrategy" in kinds else set()
+        wide = getattr(trainer.strategy, "_tensor_parallel_size", 1) > 1
         checks = {
             "two ExchangeCallbacks: take one of them out": others,
             f"{type(trainer.strategy).__name__}: take DDPStrategy or, which is FSDP2, "
-            "ModelParallelStrategy(data_parallel_size=N, tensor_parallel_size=1)": not known
-            or "DeepSpeedStrategy" in kinds
-            or tensors > 1,
+            "ModelParallelStrategy(data_parallel_size=N, tensor_parallel_size=1)": not works
+            or wide,
             "automatic_optimization=False: call fsdp_demo.attach in on_train_start and finish() in "
             "on_train_end (docs/torch.md)": not module.automatic_optimization,
             f"precision={trainer.precision!r}, whose loss scaler skips steps on one island only: "
             "take 'bf16-mixed'": str(trainer.precision).startswith("16"),
-            "GradientAccumulationScheduler: set Trainer(accumulate_grad_batches=N)": schedules,
+            "GradientAccumulationScheduler: set Trainer(accumulate_grad_batches=N)": any(
+                "GradientAccumulation" in type(c).__name__ for c in trainer.callbacks
+            ),
         }
         for text, wrong in checks.items():
             if wrong:
@@ -149,7 +150,7 @@ class ExchangeCallback(_Callback):
         mode: Any,
     ) -> Any:
         """Deal the rows of a loader to train on to all ranks of all islands."""
-        trainer, data = self._trainer, self._trainer._data_connector
+        trainer = self._trainer
         if mode != "train" or not isinstance(loader, DataLoader):
             return original(loader, shuffle=shuffle, mode=mode)
         given = isinstance(loader.sampler, DistributedSampler)
@@ -163,16 +164,11 @@ class ExchangeCallback(_Callback):
         parts, rows = topology.islands * inside["num_replicas"], len(loader.dataset)
         if rows < parts:
             raise ValueError(f"{rows} rows for the {parts} ranks of all islands: give more rows")
-        place = {"num_replicas": parts, "rank": topology.island + topology.islands * inside["rank"]}
-        module, mixed = sys.modules[type(data).__module__], loader.sampler
-        sampler = module._get_distributed_sampler(
-            loader,
-            not isinstance(mixed, SequentialSampler),
-            trainer.overfit_batches,
-            mode,
-            drop_last=True,
-            **place,
-        )
+        shuffle = not isinstance(loader.sampler, SequentialSampler)
+        place = {"rank": topology.island + topology.islands * inside["rank"], "drop_last": True}
+        place |= {"num_replicas": parts, "overfit_batches": trainer.overfit_batches}
+        module = sys.modules[type(trainer._data_connector).__module__]
+        sampler = module._get_distributed_sampler(loader, shuffle, mode=mode, **place)
         return module._update_dataloader(loader, sampler, mode=mode)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -284,8 +280,7 @@ class ExchangeCallback(_Callback):
             raise Stopped("this island is told to end")
         if exchange.step % trainer.log_every_n_steps == 0:
             self.log_dict(tracked(exchange))
-        epochs = loop.epoch_progress.current.processed
-        epochs += loop.epoch_loop._num_ready_batches_reached()
+        epochs = trainer.current_epoch + loop.epoch_loop._num_ready_batches_reached()
         ends = 0 <= trainer.max_steps <= exchange.step or 0 <= trainer.max_epochs <= epochs
         if exchange.stopped or ends:
             exchange.finish(close=False)  # what is validated and saved now is the common model
