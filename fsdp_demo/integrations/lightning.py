@@ -16,10 +16,10 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
@@ -161,9 +161,11 @@ class ExchangeCallback(_Callback):
             log.warning(text, topology.name)
             return original(loader, shuffle=shuffle, mode=mode)
         inside = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        parts, rows = topology.islands * inside["num_replicas"], len(loader.dataset)
-        if rows < parts:
-            raise ValueError(f"{rows} rows for the {parts} ranks of all islands: give more rows")
+        parts, rows = topology.islands * inside["num_replicas"], cast(Sized, loader.dataset)
+        if len(rows) < parts:
+            raise ValueError(
+                f"{len(rows)} rows for the {parts} ranks of all islands: give more rows"
+            )
         shuffle = not isinstance(loader.sampler, SequentialSampler)
         place = {"rank": topology.island + topology.islands * inside["rank"], "drop_last": True}
         place |= {"num_replicas": parts, "overfit_batches": trainer.overfit_batches}
