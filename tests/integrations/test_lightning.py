@@ -31,6 +31,7 @@ import fsdp_demo  # noqa: E402
 from fsdp_demo.checkpoint.folders import found, misfits  # noqa: E402
 from fsdp_demo.exchange import guard  # noqa: E402
 from fsdp_demo.integrations import lightning_callbacks  # noqa: E402
+from fsdp_demo.integrations.data import tokens_in  # noqa: E402
 from fsdp_demo.integrations.lightning import ExchangeCallback  # noqa: E402
 
 from ..support import lightning_script as script  # noqa: E402
@@ -341,3 +342,10 @@ def test_lightning_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ISLAND_EXCHANGE", "dilco")
     with pytest.raises(ValueError, match="dilco"):
         Trainer(**NAMED)
+
+
+def test_lightning_tokens_of_a_batch() -> None:
+    """A batch is a dictionary, a tuple or a tensor: its tokens, else its rows."""
+    rows = torch.ones(3, 2)
+    assert tokens_in((rows, None)) == tokens_in(rows) == tokens_in({"x": rows}) == 3
+    assert tokens_in({"input_ids": rows}) == 6 and tokens_in(["words"]) == tokens_in(None) == 0
