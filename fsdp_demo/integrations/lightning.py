@@ -302,6 +302,11 @@ class ExchangeCallback(_Callback):
         if self._live is not None:
             self._shown.enter_context(self._live.outer_parameters(trainer.model))
 
+    def on_validation_batch_end(self, *args: Any) -> None:
+        """Leave a validation where this island, of one process, is told to end."""
+        if (exchange := self._live) and exchange.topology.world == 1 and exchange.stop_requested:
+            raise Stopped("a validation is left: this island is told to end")
+
     def on_validation_end(self, *args: Any) -> None:
         self._shown.close()
 

@@ -224,6 +224,34 @@ def test_lightning_stop_and_resume(
         assert torch.equal(once[1], rest[1]) and once[2] == cut[2] + rest[2]
 
 
+class InValidation(Callback):
+    """Tells this process to end in a validation."""
+
+    def on_validation_batch_start(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_lightning_sigterm_in_validation(run_ranks: Any, everywhere: Any) -> None:
+    """An island that is told to end in a validation leaves it, saves its own parameters of that
+    step and ends with 75; the other trains on.
+    """
+    everywhere.setattr(guard, "leave", left)
+
+    def work(me: Any) -> tuple[int, list[int]]:
+        callback = ExchangeCallback("diloco", period=4)
+        told, status = [InValidation()] if me.island else [], 0
+        try:
+            fit(me.folder, callback, None, told, val_check_interval=2)
+        except SystemExit as end:
+            status = int(str(end.code))
+        own = me.folder / f"island{me.island}"
+        assert callback.exchange is not None
+        return status, [callback.exchange.step, *(step for step, _ in found(own))]
+
+    assert run_ranks(work, 2, 1, timeout=120) == [(0, [8]), (75, [2, 2])]
+
+
 @in_ranks(2, 1)
 def test_lightning_saves_and_ckpt_path(me: Any) -> None:
     """With each file of ModelCheckpoint goes a checkpoint to resume from; `ckpt_path` names its
