@@ -22,7 +22,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
 python=.venv/bin/python
 constraints=recipes/constraints-cpu.txt
-part=all extras=hf,deepspeed,report,docs,dev
+part=all extras=hf,deepspeed,lightning,report,docs,dev
 [ "${1:-}" != run ] || part=run extras=hf,report
 stamp=.venv/.fsdp-demo-stamp
 pip=("$python" -m pip install -qq --disable-pip-version-check)

@@ -105,11 +105,9 @@ class _Dealt(IterableDataset):
 
 def tokens_in(inputs: Any) -> int:
     """Tokens of a batch: the elements of `input_ids`, else the rows of its first tensor."""
-    tensors = (
-        {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor)}
-        if hasattr(inputs, "items")
-        else {}
-    )
+    several = inputs if isinstance(inputs, list | tuple) else [inputs]
+    named = inputs if hasattr(inputs, "items") else dict(enumerate(several))
+    tensors = {k: v for k, v in named.items() if isinstance(v, torch.Tensor)}
     main = tensors.get("input_ids", next(iter(tensors.values()), None))
     if main is None:
         return 0

@@ -19,9 +19,9 @@ the script's arguments then. The script finds the number of its start in `ISLAND
 
     python -m fsdp_demo.launch --restarts 3 torchrun --nproc-per-node 2 train.py --resume auto
 
-With `--exchange PRESET` every `transformers.Trainer` that trains below has the exchange, without a
-change in its script (`unedited.py`). Then any command may stand here: `python train.py`, `trl sft
---config sft.yaml`.
+With `--exchange PRESET` every Trainer of transformers or Lightning that trains below has the
+exchange, without a change in its script (`unedited.py`). Then any command may stand here: `python
+train.py`, `trl sft --config sft.yaml`.
 """
 
 from __future__ import annotations

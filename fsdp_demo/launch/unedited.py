@@ -12,8 +12,8 @@ import shlex
 from ..config.load import load_config
 
 LINES = """\
-fsdp_demo.launch: --exchange {exchange} did nothing: no transformers.Trainer has trained below \
-this command (docs/yaml.md). A loop of its own needs two lines, and no --exchange:
+fsdp_demo.launch: --exchange {exchange} did nothing: no Trainer of transformers or Lightning \
+has trained below this command (docs/yaml.md). A loop of its own needs two lines, and no --exchange:
     exchange = fsdp_demo.attach(optimizer, "{exchange}", model=model)   # before the first step
     exchange.finish()                                                   # after the last one
 """
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exchange",
         metavar="PRESET|YAML",
-        help="for every transformers.Trainer below, whose script is not edited",
+        help="for every Trainer of transformers or Lightning below, whose script is not edited",
     )
     parser.add_argument(
         "--set",

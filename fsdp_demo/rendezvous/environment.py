@@ -44,7 +44,8 @@ VARIABLES = {
     "ISLAND_LINK": "rate and round trip of a rehearsal",
     "ISLAND_STATUS": "folder for the exit statuses of the ranks (set by launchers)",
     "ISLAND_ATTEMPT": "how often the launcher has restarted this island",
-    "ISLAND_EXCHANGE": "preset or yaml file, for every transformers.Trainer below a launcher",
+    "ISLAND_EXCHANGE": "preset or yaml file, for every Trainer of transformers or Lightning below "
+    "a launcher",
     "ISLAND_EXCHANGE_SET": "changes to it, key=value, in words as a shell splits them",
     "ISLAND_RESUME": "auto: these Trainers resume from the newest checkpoint, at the first start, "
     "too",

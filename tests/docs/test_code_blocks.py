@@ -29,7 +29,7 @@ from ..support.threads import LAZY
 RUNNER = Path(pages.__file__).with_name("run_blocks.py")
 PARSED = {"yaml": yaml.safe_load, "json": json.loads}
 # what a page may need beyond the core
-OPTIONAL = ("accelerate", "transformers", "datasets", "deepspeed", "matplotlib")
+OPTIONAL = ("accelerate", "transformers", "datasets", "deepspeed", "lightning", "matplotlib")
 LAUNCHER = (
     "ISLAND_",
     "ACCELERATE_",
