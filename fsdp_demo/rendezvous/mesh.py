@@ -19,18 +19,17 @@ import logging
 import os
 import secrets
 import socket
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from hashlib import blake2b
 
 from ..elastic.connect import Limits, PeerPosition, starting_peers
 from ..elastic.peer_group import PeerGroup, PeerUser
-from ..errors import PeerLost, StoreSilent
+from ..errors import PeerLost, StoreSilent, counted
+from ..files import to_json
 from ..net.address import interface_addresses
 from ..net.link import Link
-from ..peers.zeromq import LOOK, Meeting
-from ..store.client import Store
+from ..peers.zeromq import Meeting
 from .position import Replica
 
 log = logging.getLogger("fsdp_demo")
@@ -85,16 +84,20 @@ def mesh_peers(topology: Replica, link: Link | None, user: PeerUser | None = Non
     Raises:
         ValueError: GLOO_SOCKET_IFNAME names no interface. PeerLost: somebody did not come in time.
     """
-    t, here, own = topology, address(), secrets.token_hex(16)
+    t, here, own = topology, address(), to_json(secrets.token_hex(16))
     names = {i: f"island{i}" for i in range(t.islands)}
     place = PeerPosition(t.island, 0, 1, names, t.world)
     limits = Limits(t.timeout, t.timeout, t.islands, joins=False)
     store = t.open_store().under(f"fsdp_demo/peers/{t.meets_at}")
     keys = [f"life/{i}" for i in range(t.islands)]
     store.set(keys[t.island], own)
+    what = f"the addresses of {counted(t.islands, 'island')}"
     while True:
-        words = _words(store, keys, place, t.timeout)
-        name = blake2b(" ".join(words).encode(), digest_size=24).hexdigest()
+        notes = store.gather(
+            "life", range(t.islands), str, t.timeout, what, label=lambda i, _: f"{i} ({names[i]})"
+        )
+        words = [to_json(word) for word in notes.values()]
+        name = blake2b(" ".join(notes.values()).encode(), digest_size=24).hexdigest()
 
         def goes_on(waited_for: str, words: list[str] = words) -> None:
             now = store.get_all(keys)
@@ -121,14 +124,3 @@ def mesh_peers(topology: Replica, link: Link | None, user: PeerUser | None = Non
         with suppress(StoreSilent):  # it saves a replica that comes again a try with an old word
             store.compare_set(keys[t.island], own, "")
         return peers
-
-
-def _words(store: Store, keys: list[str], place: PeerPosition, timeout: float) -> list[str]:
-    """The words of all replicas, once all have come."""
-    end = time.monotonic() + timeout
-    while not all(words := store.get_all(keys)):
-        if time.monotonic() > end:
-            missing = ", ".join(place.label(i) for i, word in enumerate(words) if not word)
-            raise PeerLost(f"waited {timeout:g} s for the addresses of {missing}")
-        time.sleep(LOOK)
-    return words
