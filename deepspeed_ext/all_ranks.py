@@ -28,9 +28,7 @@ def replica(engine: Any) -> Ranks:
 
 
 def local_ranks() -> int:
-    """Ranks per node as the launcher says (torchrun, accelerate: LOCAL_WORLD_SIZE; deepspeed:
-    LOCAL_SIZE); 0 if it does not.
-    """
+    """Ranks per node as the launcher says (LOCAL_WORLD_SIZE or LOCAL_SIZE); 0 if it does not."""
     text = (os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "").strip()
     return int(text) if text.isascii() and text.isdigit() else 0
 

@@ -162,9 +162,7 @@ class ReplicaCheckpoints:
             self.world.together(lambda: write() if self.first else None, str(folder / "latest"))
 
     def load_from(self, folder: Path, tag: str | None, options: dict[str, Any]) -> Any:
-        """Load by DeepSpeed's method. Gradients are clipped as before, whatever the checkpoint
-        says.
-        """
+        """Load by DeepSpeed's method. Gradients are clipped as before, whatever is loaded."""
         zero = self.engine.optimizer
         clip = zero.clip_grad
         if self.engine.zero_optimization_stage() == 3:

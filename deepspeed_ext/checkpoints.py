@@ -51,9 +51,7 @@ there.
 
 
 def advance(engine: Any, step: int) -> None:
-    """Set the counters and the scheduler of an engine that has taken over to `step`, as if it had
-    taken the steps up to there.
-    """
+    """Set counters and scheduler of an engine that has taken over as after `step` steps."""
     taken = step - engine.global_steps
     if not taken:
         return
@@ -210,9 +208,7 @@ class _Followed(ReplicaCheckpoints):
         tells: bool,
         options: dict[str, Any],
     ) -> Any:
-        """Load a checkpoint in this replica's own folder, or one without an exchange's state
-        (`saved` is None); `tells` others that take over.
-        """
+        """Load the checkpoint `saved` of this replica, or one without an exchange (None)."""
         ranks = len(list(place.glob("*optim_states.pt")))
         unlike = self.world.any(ranks != self.ranks.world)
         if unlike:

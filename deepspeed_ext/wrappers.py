@@ -42,9 +42,7 @@ class FlatPartitions(Partitions):
         raise NotImplementedError
 
     def _offsets(self, index: int) -> dict[int, int]:
-        """Where each parameter of a group (by id) begins in the group's flat tensor, in
-        elements.
-        """
+        """Where each parameter of a group (by id) begins in its flat tensor, in elements."""
         raise NotImplementedError
 
     def fragments(self) -> list[Fragment]:

@@ -166,9 +166,7 @@ class ZeroHost(TrainingHost):
         }
 
     def prepare_gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
-        """A master has one gradient: it is removed when nothing in it is wanted, else what is not
-        wanted becomes zeros.
-        """
+        """A master's gradient is removed if nothing in it is wanted; else the rest is zeros."""
         for index, master in enumerate(self.partitions.masters()):
             here = [
                 (p, want) for p, want in zip(self._pieces, wanted, strict=True) if p.master == index
@@ -187,9 +185,7 @@ class ZeroHost(TrainingHost):
         self.partitions.step()
 
     def commit(self, model: torch.nn.Module | None = None) -> None:
-        """Push the masters to the model's parameters: stages 1 and 2 gather them inside the island,
-        stage 3 its persistent ones.
-        """
+        """Push the masters to the model's parameters (stages 1, 2: a gather in the island)."""
         with torch.no_grad():
             self.partitions.push()
 
@@ -199,9 +195,7 @@ class ZeroHost(TrainingHost):
         return [n for n, p in named if p.requires_grad and n not in mine]
 
     def assert_unchanged(self) -> None:
-        """Raise RuntimeError if DeepSpeed has other masters than at `attach`, or `requires_grad` of
-        a parameter was switched.
-        """
+        """Raise RuntimeError if masters or a parameter's `requires_grad` have changed."""
         if len(self.partitions.masters()) != 1 + max(p.master for p in self._pieces):
             raise RuntimeError(
                 "the ZeRO engine has other partitions than at attach: detach() and attach again"

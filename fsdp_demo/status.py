@@ -37,9 +37,7 @@ _TRAINED = "trained"  # in that folder: a Trainer of this island has trained
 
 
 def tell_of_training() -> None:
-    """Say in that folder that a Trainer trains: where an exchange was asked for at the launch, its
-    end without one is no success.
-    """
+    """Say there that a Trainer trains: without an exchange asked for, its end is no success."""
     folder = os.environ.get(FOLDER)
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -94,9 +92,7 @@ def end_by_errors() -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End the process at once, with what was logged and printed: a regular exit could wait for
-    peers that are gone.
-    """
+    """End the process at once, with all logged and printed: an exit could wait for lost peers."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

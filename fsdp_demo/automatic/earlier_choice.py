@@ -84,9 +84,7 @@ def read(told: Mapping[str, Any]) -> tuple[ExchangeConfig, AutoChoice | None] | 
 
 
 def _under_way(topology: Topology) -> bool:
-    """Whether the run is under way, the same on all ranks of the island. False where the store is
-    silent: the error of joining says it better.
-    """
+    """Whether the run is under way, alike on all ranks of the island; False if no store answers."""
     try:
         return topology.under_way()
     except PeerLost:

@@ -183,9 +183,7 @@ def device_name(device: torch.device) -> str:
 
 
 def free_bytes(device: torch.device) -> float:
-    """Bytes of a GPU that are left for parameters, states and the exchange beside activations, at
-    their largest in the measured steps. 0: not known.
-    """
+    """Bytes of a GPU that activations leave at their largest, in the measured steps; 0: unknown."""
     if device.type != "cuda":
         return 0.0
     whole = torch.cuda.get_device_properties(device).total_memory

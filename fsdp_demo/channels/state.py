@@ -165,9 +165,7 @@ class LocalChannel:
         return only
 
     def _with_state(self) -> None:
-        """Cover only the parameters whose optimizer keeps the state: beside Muon, AdamW's moments
-        exist for the rest.
-        """
+        """Cover only the parameters whose optimizer keeps the state (beside Muon: AdamW's)."""
         found = self.host.tensors(self.channel.source)
         self.covered = [i for i in self.covered if found[i] is not None]
         if not self.covered:
@@ -179,9 +177,7 @@ class LocalChannel:
             )
 
     def start(self, step: int = 0) -> None:
-        """Make the state for a run that goes on from `step`: zero accumulator and momentum, anchor
-        at the parameters as they are now.
-        """
+        """Make the state of a run that goes on from `step`: zeros, and the anchor as it is now."""
         if self.layout is not None and self.channel.source == "delta":
             self.anchor = self._keep(self.pack("parameter"))
             self.written = self.pack("parameter") if self._low_precision else None
@@ -261,9 +257,7 @@ class LocalChannel:
         return host.copy_(work)
 
     def fetch(self, kept: Tensor | None, window: Window) -> Tensor | None:
-        """A window of anchor or momentum on the device of the shards: a view, or a copy that
-        `store` writes back.
-        """
+        """A window of anchor or momentum on the device: a view, or a copy for `store`."""
         return None if kept is None else window.of(kept).to(self.host.device, non_blocking=True)
 
     def store(self, kept: Tensor | None, window: Window, work: Tensor | None) -> None:
@@ -277,9 +271,7 @@ class LocalChannel:
         return [every[i] for i in self.covered]
 
     def pack(self, source: str) -> Tensor | None:
-        """A new workspace of this copy with a source in it, fp32, element domain; None on a copy
-        that is not active.
-        """
+        """A new workspace of this copy, fp32, with a source in it; None on an inactive copy."""
         if self.layout is None:
             return None
         return self.layout.pack(
@@ -306,9 +298,7 @@ class LocalChannel:
             layout.unpack(received[: layout.numel], tensors)
 
     def set_gradients(self, wanted: Sequence[bool]) -> list[Tensor | None]:
-        """Local gradients of the covered tensors: created where wanted, removed elsewhere; other
-        tensors are not touched.
-        """
+        """Gradients of covered tensors: made where wanted, else removed; no others touched."""
         every: list[bool | None] = [None] * len(self.host.params)
         for i, want in zip(self.covered, wanted, strict=True):
             every[i] = want

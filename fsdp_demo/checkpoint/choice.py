@@ -53,9 +53,7 @@ class HeldCheckpoint:
         return list(astuple(self))
 
     def fits(self, applied: str, history: str = "") -> bool:
-        """Whether it may lie between the same exchanges as another state of the same step, with one
-        history.
-        """
+        """Whether it may lie between the same exchanges as a state that says these two."""
         pairs = (self.applied, applied), (self.history, history)
         return all(not one or not two or one == two for one, two in pairs)
 
@@ -128,9 +126,7 @@ def present(held: Held, slots: Sequence[int]) -> list[bool]:
 
 
 def together(held: Held) -> list[HeldCheckpoint] | None:
-    """The newest states, one of each list, that lie between the same exchanges, with one history;
-    None if there are none.
-    """
+    """The newest states, one of each list, that `fit` together; None if there are none."""
     found = alike(held)
     for applied in sorted({h.applied for each in held for h in each if h.applied}):
         found += _fitting([[h for h in each if h.applied == applied] for each in held])
@@ -210,9 +206,7 @@ def choose(
 
 
 def _joined(held: Held, asked: Sequence[bool]) -> list[HeldCheckpoint | None] | None:
-    """The newest states that all `asked` hold together, and what others hold that fits them; None
-    where those asked hold none.
-    """
+    """The newest states that all `asked` hold together, with what fits of others; None: no such."""
     states = together([each for each, one in zip(held, asked, strict=True) if one])
     if not states:
         return None

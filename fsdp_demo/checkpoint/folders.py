@@ -66,9 +66,7 @@ def found(root: Path, manifest: str = MANIFEST) -> list[tuple[int, Path]]:
 
 
 def unsealed(root: Path, sealed: list[tuple[int, Path]]) -> list[tuple[int, Path]]:
-    """Folders with an exchange's parts that `found` has left out, for want of a manifest that says
-    a step: -1 stands for it.
-    """
+    """Folders with an exchange's parts, but no manifest that says a step (-1 stands for it)."""
     parts = {path.parent for path in root.glob("*/exchange")} - {folder for _, folder in sealed}
     return [(-1, folder) for folder in sorted(parts) if not is_put_off(folder)]
 
@@ -102,9 +100,7 @@ def files_in(folder: Path) -> list[str]:
 
 
 def sum_up(folder: Path, rank: int, world: int) -> None:
-    """Make this rank's share of the files durable, and write their sizes and checksums for
-    `seal`.
-    """
+    """Make this rank's share of the files durable; write sizes and checksums for `seal`."""
     names = files_in(folder)[rank::world]
     sums = {name: measured(folder / name, sync=True) for name in names}
     in_one_piece(folder / f".sums{rank}", lambda p: p.write_text(json.dumps(sums)))
@@ -248,9 +244,7 @@ class Fence:
         self.root, self.run, self.name, self.token = root, run, name, ""
 
     def take(self, ranks: Ranks, writes: bool = True) -> None:
-        """Make this life the owner of the folder. All ranks of the replica call it together; the
-        first one on each disk `writes` the lock.
-        """
+        """Make this life the owner of the folder; all ranks of the replica call it together."""
         self.token = ranks.from_first(lambda: secrets.token_hex(6))
         ranks.together(lambda: self._write() if writes else None, str(self.root))
 
@@ -311,9 +305,7 @@ def sharers(root: Path, ranks: Ranks) -> tuple[int, int]:
 
 
 def place(root: Path) -> str:
-    """A folder as the processes of one machine know it, be it there or not, under whatever path:
-    equal texts are the same folder. Those of different machines differ.
-    """
+    """A folder under one name for all processes of a machine, by whatever path it is reached."""
     whole = Path(os.path.realpath(root))
     there = next(p for p in (whole, *whole.parents) if p.exists())
     try:

@@ -162,9 +162,7 @@ class CheckpointManager:
         return [h.note() for h in out.values()], "; ".join(bad[-2:])
 
     def adopt(self) -> None:
-        """Delete saves that were cut off, and take back checkpoints that an earlier start has put
-        aside without getting to a common one. All ranks of the replica come together.
-        """
+        """Delete saves cut off, take back checkpoints put aside; all ranks come together."""
         self._once_per_disk(self._adopt)
 
     def _adopt(self) -> None:

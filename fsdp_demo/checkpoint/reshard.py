@@ -210,9 +210,7 @@ def _of_shard(
     mine: Mapping[str, Sequence[Stretch]],
     keys: Sequence[str],
 ) -> dict[tuple[str, str], list[Tensor]]:
-    """What a saved shard holds, by channel and workspace; its active copies have a share each of
-    every tensor.
-    """
+    """What a saved shard holds, by channel and workspace, from the shares of its active copies."""
     out: dict[tuple[str, str], list[Tensor]] = {}
     for head in copies:
         state = ExchangeState.from_tree(saved.state(head["rank"], head["island"]))

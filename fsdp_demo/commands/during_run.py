@@ -167,9 +167,7 @@ def add_status(commands: Commands) -> None:
 
 
 def status(args: argparse.Namespace) -> int:
-    """Say who the members of a run are and how far they are; 1 if nobody answers, unless the run
-    is finished.
-    """
+    """Say who the members of a run are and how far; 1 if nobody answers, unless it is finished."""
     from ..rendezvous.topology import Topology
 
     topology = Topology.from_env({"ISLAND_COUNT": "2", **os.environ, "ISLAND_RANK": "0"})

@@ -98,9 +98,7 @@ class AutoChoice:
 
 
 def method_note(config: ExchangeConfig, choice: AutoChoice | None) -> dict[str, Any]:
-    """The method of a run and, if `auto` has chosen it, its choice, as JSON values: what a saved
-    state says of them, and what islands tell each other.
-    """
+    """The method of a run, and how `auto` chose it, as JSON: for saved states and other islands."""
     chosen = {} if choice is None else {"auto_choice": dataclasses.asdict(choice)}
     return {"config": config.to_dict(), **chosen}
 

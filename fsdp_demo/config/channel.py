@@ -121,9 +121,7 @@ class Channel:
     # ---- what changes in the run ---------------------------------------------------------------
 
     def stages(self) -> list[tuple[int, Channel]]:
-        """(first step, channel as it is from there on) of the channel and of each of its phases; a
-        phase that begins at a share of the run, not at a step, is left out.
-        """
+        """(first step, channel from there) of the channel, and of phases that begin at a step."""
         first = [(0, replace(self, later=()) if self.later else self)]
         return first + [(int(p.begin), self.under(p)) for p in self.later if p.begin >= 1]
 
@@ -149,16 +147,12 @@ class Channel:
 
     @property
     def state_name(self) -> str:
-        """Name of the optimizer's state that the channel averages ("exp_avg"); empty for gradients,
-        deltas and parameters.
-        """
+        """Name of the optimizer state that it averages ("exp_avg"); empty for other sources."""
         return self.source.removeprefix("state:") if self.source.startswith("state:") else ""
 
     @property
     def target(self) -> str:
-        """The tensors that the channel reads and writes, as a host's `tensors` calls them: a delta
-        is read from the parameters.
-        """
+        """The tensors that it reads and writes, as a host's `tensors` calls them."""
         return "parameter" if self.source == "delta" else self.source
 
     @property
@@ -181,16 +175,12 @@ class Channel:
 
     @property
     def queues(self) -> bool:
-        """Whether a delta is sent while earlier ones are under way; these stay in the parameters
-        until their means arrive.
-        """
+        """Whether deltas are sent while earlier ones are under way, and stay in the parameters."""
         return self.source == "delta" and self.schedule.delay >= self.schedule.sync_every
 
     @property
     def corrects(self) -> bool:
-        """Whether the difference between a mean of parameters and the parameters that were sent is
-        added, so that steps taken while it was under way are kept.
-        """
+        """Whether mean - sent is added to parameters, so that steps taken meanwhile are kept."""
         return self.source == "parameter" and self.schedule.delay > 0
 
     @property
@@ -205,9 +195,7 @@ class Channel:
 
     @property
     def taken(self) -> float:
-        """The share of the values sent that leaves the accumulator; 0 without an accumulator, or
-        where nothing leaves it.
-        """
+        """The share of the values sent that leaves the accumulator; 0 where nothing does."""
         if self.accumulator is None or self.feedback == "none":
             return 0.0
         return 1.0 if self.feedback == "put_back" else self.accumulator.alpha
@@ -262,9 +250,7 @@ def covers(channel: Channel, name: str) -> bool:
 
 
 def tensor_layout_kind(channel: Channel, name: str) -> str:
-    """The kind of a covered tensor in a `blocks.Layout`: "dense" (sent whole), "plain" (blocks, not
-    transformed) or "transform" (blocks, transformed).
-    """
+    """The `Layout` kind: "dense" (sent whole), "plain" or "transform" (blocks, transformed)."""
     if not channel.codec.sparse or matches(name, channel.uncompressed):
         return "dense"
     plain = channel.codec.transform == "none" or matches(name, channel.no_transform)

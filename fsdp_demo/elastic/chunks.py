@@ -206,9 +206,7 @@ def _cut(body: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
 
 
 def _number(n: int, piece: Piece) -> int:
-    """The number of a piece on its connections, from 1: of the 3 x SLOTS + 1 pieces that a message
-    can have here.
-    """
+    """The number of a piece on its connections, from 1, of the 3 x SLOTS + 1 of a message."""
     of = {
         "body": piece.of.slot,
         "part": SLOTS + piece.of.slot,

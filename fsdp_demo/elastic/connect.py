@@ -266,9 +266,7 @@ class Starter:
     def _store_session(
         self, record: Record, tell: Callable[[Event], None], failed: Callable[[str], None]
     ) -> StoreSession:
-        """The store session of this rank. The first rank of each island writes the first record,
-        for those that join.
-        """
+        """The store session of this rank; an island's first rank writes the first record."""
         ranks, dead, timeout = self.place.ranks, self.limits.dead, self.meeting.timeout
         session = StoreSession(self.open_store, ranks, dead, timeout, tell, failed)
         if self.limits.joins and record.epoch == 0 and self.place.rank == 0:

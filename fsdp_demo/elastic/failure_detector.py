@@ -139,9 +139,7 @@ class FailureDetector:
         self._came_with.setdefault(member, next)
 
     def quiet(self, now: float, unheard: bool = False) -> list[Member]:
-        """Peers that have missed several beats; with `unheard` also those that were never heard, as
-        a newcomer that came a moment ago.
-        """
+        """Peers that have missed several beats; `unheard`: and those never heard so far."""
         limit = min(4 * BEAT, self.dead / 2)
         return [
             m

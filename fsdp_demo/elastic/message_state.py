@@ -62,9 +62,7 @@ class EarlyMessage:
         return self.longest
 
     def expected(self, what: str, claimed: Header) -> Header:
-        """The header that should come: the claimed one under this number. Step and kind are
-        compared when the message is launched here.
-        """
+        """The claimed header under this number; step and kind are compared at the launch here."""
         return replace(claimed, number=self.n % 2**32)
 
 

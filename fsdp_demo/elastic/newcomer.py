@@ -248,9 +248,7 @@ class Following:
 
     @property
     def planned(self) -> bool:
-        """Whether the others know from which message on this island takes part. Asked on the first
-        rank of the island only.
-        """
+        """Whether it is known from which message this island takes part; on its first rank."""
         if self._record is None:
             notes = self._donor.wires["notes"].notes
             while notes:

@@ -81,9 +81,7 @@ def mean_parameters(runtime: StepRuntime, only: LocalChannel | None = None) -> T
 
 
 def set_mean(runtime: StepRuntime) -> None:
-    """Replace the parameters by their mean over the replicas, and note the drift of this one,
-    |theta - mean| / |mean|.
-    """
+    """Set parameters to their mean over the replicas; note the drift, |theta - mean| / |mean|."""
     own = runtime.parameters.tensors("parameter")
     before = [t.float().clone() for t in own if t is not None]
     runtime.parameters.write(mean_parameters(runtime), own)
@@ -95,9 +93,7 @@ def set_mean(runtime: StepRuntime) -> None:
 
 
 def equal(runtime: StepRuntime) -> bool:
-    """Whether the trained parameters of all replicas are bit-equal now. All ranks of all islands
-    call it at the same step.
-    """
+    """Whether the trained parameters of all replicas are bit-equal now. A collective of all."""
     mark = b""
     if runtime.peers is not None:  # behind what this thread has queued on a device
         both = zip(runtime.host.tensors("parameter"), runtime.host.params, strict=True)

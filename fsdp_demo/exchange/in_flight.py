@@ -118,8 +118,7 @@ class InFlightQueue:
         )
 
     def oldest(self) -> tuple[list[ChannelRunner], int] | None:
-        """The channels that have not applied the oldest message yet, and the step in which the last
-        of them would; None where there is no message."""
+        """Channels yet to apply the oldest message, and the step when the last will; or None."""
         if not self.flights:
             return None
         first = self.flights[0]

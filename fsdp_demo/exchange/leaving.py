@@ -42,9 +42,7 @@ all others are, too: a signal reaches islands at unlike moments."""
 
 
 def patience(runtime: StepRuntime) -> float:
-    """Seconds for which a departing island waits for the others: half of what is left of
-    ISLAND_STOP. The other half is for its save.
-    """
+    """Seconds that a departing island waits for others: half of its time; a save has the rest."""
     whole = runtime.topology.stop_timeout
     return max(whole - runtime.status.stopping_for(), min(GRACE, whole)) / 2
 
@@ -57,9 +55,7 @@ def longest_part(runtime: StepRuntime) -> int:
 
 
 def _all_stop(runtime: StepRuntime) -> bool:
-    """Whether all islands are told to end, after a wait of at most half of `patience`. A collective
-    of the island.
-    """
+    """Whether all islands are told to end, after at most half of `patience`. All ranks together."""
     peers, island = runtime.peers, runtime.island
     end = time.monotonic() + min(max(GRACE, 2 * runtime.seconds), patience(runtime) / 2)
     while True:
@@ -170,9 +166,7 @@ def next_due(channels: Sequence[ChannelRunner], step: int) -> int:
 
 
 def coming(runtime: StepRuntime) -> tuple[int, list[ChannelRunner]]:
-    """The step, from 0, in which the next payload leaves, and its channels that can be sent early:
-    none if the payload holds gradients.
-    """
+    """The step, from 0, of the next payload, and its channels; none if it holds gradients."""
     channels = [*runtime.channels, *runtime.buffers]
     step = next_due(channels, runtime.step)
     due = [c for c in channels if c.channel.schedule.due(step)]

@@ -254,8 +254,7 @@ class Readings:
         return out | self._members()
 
     def _members(self) -> dict[str, int]:
-        """Where islands come and go: the number of members, of those in the last message, and of
-        changes of the members."""
+        """Where islands come and go: numbers of members, in all and last, and of changes."""
         peers = self.peers
         if peers is None or peers.fixed:
             return {}
@@ -314,8 +313,7 @@ class Readings:
 
     @property
     def peers(self) -> PeerGroup | None:
-        """The ranks with the same shard on the other islands; None on a rank that has none, and
-        when the connections are closed."""
+        """The ranks with the same shard on other islands; None without any, or when closed."""
         return self._connections.peers
 
     @property

@@ -69,9 +69,7 @@ class Copies:
             raise Mismatch(found)
 
     def _unlike(self, what: str) -> str | None:
-        """A sentence about two copies that differ; None where all are equal. Warns of tensors that
-        are whole on all shards and differ.
-        """
+        """Why two copies differ, or None. Warns of tensors whole on all shards that differ."""
         shards, names = self._island.position.num_shards, [p.name for p in self._host.params]
         everyone = self._island.everyone(sums(self._host.tensors(what), self._host.device))
         for rank, theirs in enumerate(everyone):
@@ -195,9 +193,7 @@ def refuse_meta(host: TrainingHost, model: torch.nn.Module | None) -> None:
 
 
 def refuse_inner(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for a sharpness-aware optimizer: another one takes the step, and its own
-    `step` may never be called.
-    """
+    """Raise ValueError for a sharpness-aware optimizer, whose own `step` may never be called."""
     inner = getattr(optimizer, "base_optimizer", None)
     if isinstance(inner, torch.optim.Optimizer):
         raise ValueError(
@@ -214,9 +210,7 @@ def refuse_inner(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_second_copies(host: TrainingHost, config: ExchangeConfig) -> None:
-    """Raise ValueError for an optimizer that writes parameters from a copy of its own, where the
-    exchange writes parameters, too.
-    """
+    """Raise ValueError if both optimizer (from a copy) and exchange write parameters."""
     if not any(c.writes_parameters for c in config.channels):
         return
     for optimizer in (*host.optimizers, *reversed(host.wrappers)):
@@ -249,8 +243,7 @@ def second_copy(optimizer: Any) -> str:
 
 
 def warn_of_outside(host: TrainingHost, model: torch.nn.Module | None, name: str) -> None:
-    """Log the trainable parameters of the model that no attached optimizer steps (of a GAN with
-    several exchanges, those of the others)."""
+    """Log the trainable parameters of the model that no attached optimizer steps."""
     outside = host.outside(model) if model is not None else []
     if outside:
         log.warning(

@@ -60,8 +60,7 @@ def _found(host: TrainingHost, parameters: Iterable[Tensor | str]) -> tuple[set[
 
 
 def _agree(runtime: StepRuntime, names: list[str], wrong: str) -> None:
-    """Raise ValueError on all ranks of all islands if steps or names differ, or something is
-    `wrong` on one."""
+    """Raise ValueError on all ranks if steps or names differ, or something is `wrong` on one."""
     mine, name = [runtime.step, names, wrong], runtime.topology.name
 
     def ask(peers: PeerGroup) -> list[Any]:

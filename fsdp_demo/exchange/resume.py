@@ -143,9 +143,7 @@ def agree(runtime: StepRuntime, donor: int) -> None:
 def _to_send_again(
     flights: Sequence[PendingExchange], everyone: Sequence[Mapping[str, Any]]
 ) -> tuple[bool, list[bool]]:
-    """Whether an island lacks a message that it should have sent, or a part of one has acted here;
-    and which of `flights` not all islands have received.
-    """
+    """Whether an island lacks its own message or part of it, and which `flights` not all have."""
     theirs = [{(s, *members): here for s, members, here in each["flights"]} for each in everyone]
     known = {key for held in theirs for key in held}
     lost = any(
@@ -159,9 +157,7 @@ def _to_send_again(
 
 
 def _drop(queue: InFlightQueue, apart: bool) -> None:
-    """Drop the messages under way, as if they had not been sent; refused where islands stand at
-    unlike steps (`apart`).
-    """
+    """Drop the messages under way, as if never sent; refused at unlike steps (`apart`)."""
     if apart:
         raise ValueError(
             "islands resume at unlike steps, and not all hold what was under way: resume all from "

@@ -21,9 +21,7 @@ _PIECE = 1 << 20  # elements at a time: torch makes a 64-bit copy of what it add
 
 
 def total(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The sum modulo 2^64 of the bits of all tensors, taken as whole numbers of the size of their
-    elements: int64 scalar on `device`.
-    """
+    """The sum modulo 2^64 of the bits of all tensors, as whole numbers of their elements' size."""
     sums = [
         piece.view(_WORDS[t.element_size()]).sum(dtype=torch.int64)
         for t in tensors

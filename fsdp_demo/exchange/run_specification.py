@@ -113,9 +113,7 @@ def agree_on_tensors(peers: PeerGroup, params: Sequence[LocalParam]) -> None:
 
 
 def tensors_apart(params: Sequence[LocalParam], theirs: Sequence[Sequence[Any]]) -> str:
-    """A sentence on the first difference between the parameters here and those that another island
-    has `described`; empty where there is none.
-    """
+    """How parameters here differ from those that an island has `described`; empty: not."""
     mine, others = ([json.dumps(d) for d in side] for side in (map(described, params), theirs))
     if mine == others:
         return ""

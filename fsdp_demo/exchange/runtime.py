@@ -70,9 +70,7 @@ class StepPhases(Protocol):
         ...
 
     def hand_snapshot(self) -> None:
-        """At the end of a step in which a joining island asks for the state of this one: hand it
-        over (`snapshot.py`).
-        """
+        """At the end of a step in which a joining island asks for the state: hand it over."""
 
     def end_of_step(self) -> None:
         """At the end of a step, after everything else.
@@ -197,9 +195,7 @@ class StepRuntime:
 
     @property
     def peers(self) -> PeerGroup | None:
-        """The ranks with the same shard on the other islands; None on a rank that has none, and
-        when the connections are closed.
-        """
+        """The ranks with the same shard on other islands; None without any, or when closed."""
         return self.connections.peers
 
     @property
@@ -468,16 +464,14 @@ class StepRuntime:
         )
 
     def _joined_within(self, outgoing: dict[str, ChannelPayload]) -> bool:
-        """Whether this replica has joined the run within the round that these channels send: it has
-        taken fewer steps than the others. (Tokens are counted since it joined.)"""
+        """Whether this replica joined within the round that is sent: it took fewer steps."""
         own = self.step + 1 - self.since
         within = [c.channel for c in self.channels if own < c.channel.schedule.sync_every]
         rounds = [outgoing[c.name] for c in within if c.sums_steps and c.name in outgoing]
         return self.since > 0 and not all(out.partial for out in rounds)
 
     def _norm(self, names: Collection[str]) -> float | Tensor:
-        """The norm of this island's contribution to a message, the same on all its ranks; 0 where
-        it is not checked."""
+        """The norm of this island's contribution, alike on its ranks; 0: not checked."""
         sent = [c for c in self.channels if c.channel.name in names and c.measures]
         if any(c.plain for c in sent):  # no other channel shares a message of gradients
             return self.island.norm_left
@@ -574,8 +568,7 @@ class StepRuntime:
 
     @torch.no_grad()
     def _let_follow(self, asked: bool) -> None:
-        """Send the rates of the ended step to a joining island, and this island's state if it has
-        asked for that."""
+        """Send a joining island the rates of the ended step, and, if `asked`, the state."""
         if self._rates is not None and self.donor_feed is not None:
             self.donor_feed.tick(Tick(self.step - 1, self._rates))
         self._rates = None

@@ -142,9 +142,7 @@ def brings(runtime: StepRuntime, model: torch.nn.Module | None) -> dict[str, str
 
 
 def _give_rest(runtime: StepRuntime, model: torch.nn.Module | None, data: Tensor | None) -> None:
-    """Set frozen parameters and buffers from `data` of the snapshot, if it has come, or keep them;
-    further copies get them from the first.
-    """
+    """Set frozen parameters and buffers from `data`, if any; further copies get the first's."""
     if local := _rest(runtime, model):
         work = bytes_of(local) if data is None else data
         runtime.island.broadcast(work)
@@ -256,8 +254,7 @@ def _parts(
 
 
 def own_name(number: int, name: str) -> str:
-    """The name, in a snapshot, of the parameters that the donor sent in its message `number` under
-    way."""
+    """The name, in a snapshot, of the parameters that the donor sent in message `number`."""
     return f"flight{number}.{name}.own"
 
 

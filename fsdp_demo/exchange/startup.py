@@ -162,8 +162,7 @@ def _warn_of_no_state(runtime: StepRuntime, donor: int) -> None:
 
 
 def take_over(runtime: StepRuntime, donor: int, goes_on: bool) -> None:
-    """Where some island resumes (`goes_on`): make equal the shared state of channels and inner
-    optimizers, and the messages under way."""
+    """Where an island resumes (`goes_on`): make shared state and messages under way equal."""
     if not goes_on:
         return
     _sync_state(runtime, donor)

@@ -265,9 +265,7 @@ class Watch:
         return True
 
     def tell_of_written(self, island: IslandGroup) -> None:
-        """Log, once for each, the tensors that were rewritten on any rank of the island: as a
-        warning, or as information where it is done after every step. All its ranks call it.
-        """
+        """Log once each tensor rewritten on any rank; all ranks of the island call it."""
         found = [pair for theirs in island.everyone(self.written) for pair in theirs.items()]
         self.written = {}
         self._told.update(name for name, _ in found)
@@ -291,9 +289,7 @@ class Watch:
             )
 
     def take_loss_and_stop(self, headers: Sequence[Header], stop: int) -> None:
-        """Take the mean loss and the stop flags from the headers of a message, once the island has
-        voted that it is here. stop: its flags on any rank.
-        """
+        """Take mean loss and stop flags (`stop`: on any rank) of a voted message."""
         self.stop |= stop
         losses = [h.loss for h in headers if not math.isnan(h.loss)]
         self.loss = sum(losses) / len(losses) if losses else self.loss

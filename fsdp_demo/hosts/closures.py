@@ -42,9 +42,7 @@ class RoundGradients:
         self._noted.clear()
 
     def refuse_new(self, index: int) -> None:
-        """Raise RuntimeError if an optimizer has gradients that `note` has not seen. A noted
-        gradient may be gone.
-        """
+        """Raise RuntimeError if an optimizer has gradients that `note` has not seen."""
         for p, noted, then in self._noted.get(index, ()):
             if p.grad is not None and (p.grad is not noted or version(noted) != then):
                 raise RuntimeError(
@@ -73,9 +71,7 @@ class RoundGradients:
 
 
 def version(t: Tensor | None) -> int:
-    """The number of writes to the local part of a tensor, as torch counts them; 0 for None. FSDP2
-    writes to that part of a DTensor, so `to_local` is not needed.
-    """
+    """The number of writes to the local part of a tensor, as torch counts them; 0 for None."""
     return 0 if t is None else getattr(t, "_local_tensor", t)._version
 
 

@@ -90,9 +90,7 @@ def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
 def check_inner(
     config: ExchangeConfig, names: Sequence[str], optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
-    """Raise ValueError if the preset is not defined for one of the optimizers (of kinds `names`);
-    the message says the cure.
-    """
+    """Raise ValueError, with the cure, if the preset is not defined for one of these kinds."""
     if keeps_momentum(config):
         _warn_of_second_momentum(config.preset, optimizers)
     if {"any", "as_is"} & set(config.inner_optimizers):

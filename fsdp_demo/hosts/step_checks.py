@@ -49,9 +49,7 @@ def makes_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if a loss scaler is at work in this very step: a fused optimizer is told of
-    it, others are stepped by it.
-    """
+    """Raise ValueError if a loss scaler is at work in this very step."""
     if getattr(optimizer, "found_inf", None) is not None or any(
         scales(frame.f_locals.get("self")) for frame in _callers()
     ):
@@ -59,9 +57,7 @@ def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _callers() -> Iterator[FrameType]:
-    """The frames of the functions that have called a step: the hook, torch's wrapper of `step`,
-    those of a scaler or a checkpoint, and wrappers of users. Sixteen are enough.
-    """
+    """The frames of what has called a step: hooks, wrappers, scalers. Sixteen are enough."""
     frame = sys._getframe().f_back
     for _ in range(16):
         if frame is None:

@@ -97,9 +97,7 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
 
 
 def start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start an island's launcher without input, with pipes for its output. It is told to end when
-    this process is gone.
-    """
+    """Start an island's launcher with pipes for its output; it is told to end with this process."""
     # A session of its own: Ctrl-C in the terminal reaches only this process, which then ends the
     # others in order.
     return subprocess.Popen(
@@ -236,9 +234,7 @@ def _processes() -> Iterator[tuple[int, str, int]]:
 
 
 def descendants(of: int, *, leave_out: Iterable[int] = ()) -> list[int]:
-    """Ids of all living descendants of process `of`, children before grandchildren, without the
-    trees under `leave_out`.
-    """
+    """Ids of all living descendants of `of`, parents first, without the trees under `leave_out`."""
     children: dict[int, list[int]] = {}
     for pid, state, parent in _processes():
         if state not in "ZX":

@@ -112,9 +112,7 @@ class RehearsedIsland:
 
 
 class Supervisor:
-    """Starts store and islands, passes their output on to `stream`, and sees to it that nothing of
-    it is left.
-    """
+    """Starts store and islands, passes output to `stream`, and leaves no process behind."""
 
     def __init__(self, plan: Rehearsal, stream: TextIO) -> None:
         self.plan, self.console = plan, Console(stream)
@@ -278,9 +276,7 @@ class Supervisor:
     # End
 
     def drain(self) -> None:
-        """Pass on what is still in the pipes, for a second: a process left behind may hold one open
-        for ever.
-        """
+        """Pass on what is in the pipes, for a second: a process left may hold one open."""
         until = time.monotonic() + 1
         while self.selector.get_map() and time.monotonic() < until:
             self.pass_output(0.05)

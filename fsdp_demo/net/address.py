@@ -91,9 +91,7 @@ def is_public(host: str) -> bool:
 
 
 def route_to(endpoint: str) -> str:
-    """The local address from which packets to the endpoint leave: right where a machine has several
-    interfaces.
-    """
+    """The local address from which packets to the endpoint leave, where there are several, too."""
     place = split_endpoint(endpoint)
     family, _, _, _, target = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

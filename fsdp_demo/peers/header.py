@@ -192,9 +192,7 @@ def _head(header: Header, body: Tensor) -> Tensor:
 
 
 class Sealed(NamedTuple):
-    """A message whose body lies where it was made or is needed: its first bytes, uint8 [56], and
-    the body, uint8 [n]; on the CPU, contiguous.
-    """
+    """A message where it lies: its first bytes, uint8 [56], and its body, uint8 [n]; on the CPU."""
 
     head: Tensor
     body: Tensor

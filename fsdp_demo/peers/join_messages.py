@@ -148,9 +148,7 @@ class Expected:
     longest: int | None = None
 
     def sizes(self, head: Tensor) -> list[int]:
-        """Bytes of what comes behind the head of a packed message (uint8 [n]). Raises WireError if
-        it is another message than this.
-        """
+        """Bytes behind the head of a packed message; WireError if it is not the expected one."""
         found = self.check(head)
         means = (
             [coding.total_bytes(part) for part in legs(self.vectors, len(found.headers))[1]]

@@ -215,9 +215,7 @@ class Poller:
             self._near.send(b"\0")
 
     def close(self, linger: float = LINGER) -> None:
-        """Close all connections; waits end with an error, what was handed over has `linger` seconds
-        to leave.
-        """
+        """Close all connections; waits end with an error, `linger` seconds for what is queued."""
         with self.lock:
             if self.closed:
                 return

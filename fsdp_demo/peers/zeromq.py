@@ -83,9 +83,7 @@ class Meeting:
 
 
 class Listens(TypedDict):
-    """The note in which a rank tells where it listens: a port for each other rank. key: the mark of
-    its keys.
-    """
+    """The note of where a rank listens: a port for each other rank. key: its keys' mark."""
 
     host: str
     ports: dict[str, int]
@@ -114,9 +112,7 @@ class GroupConnections:
         return piece
 
     def recv(self, tensor: Tensor, rank: int, number: int) -> QueuedPiece:
-        """Receive the next piece of message `number` from `rank` into a tensor; it may be shorter,
-        not longer.
-        """
+        """Receive the next piece of message `number` from `rank`, at most the tensor's size."""
         piece, wire = QueuedPiece(self._poller, tensor), self.wires[rank]
         self._poller.post_recv(wire, piece, number)
         return piece

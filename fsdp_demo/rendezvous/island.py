@@ -194,9 +194,7 @@ class IslandGroup(Ranks):
         return bad
 
     def release(self) -> None:
-        """Close the groups that were made here on gloo, and forget the others, which end with
-        torch.distributed.
-        """
+        """Close the groups made here on gloo, and forget the others, which end with torch's."""
         for group in (self.group, self.copies) if self._closes else ():
             with suppress(ValueError, AssertionError):  # torch.distributed has ended before
                 if group is not None and dist.get_backend(group) == "gloo":

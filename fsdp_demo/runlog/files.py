@@ -60,9 +60,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The objects of a file of lines, and how many lines were left out: half a line that a killed
-    run has left, or what is no object. No file: no lines.
-    """
+    """The objects of a file of lines (none: empty), and how many damaged ones were left out."""
     if not path.is_file():
         return [], 0
     found, out = [], 0
@@ -115,8 +113,7 @@ def keep_until(path: Path, step: int, key: str = "step") -> list[dict[str, Any]]
 
 
 def set_aside(folder: Path) -> None:
-    """Move the files of an earlier training that has a line of metrics into the folder `earlier-1`
-    (`earlier-2`...) below, which `load` reads, too."""
+    """Move files of an earlier training into `earlier-1` (-2, ...), which `load` reads, too."""
     if not read_lines(folder / STEPS_FILE)[0]:
         return
     (place := folder / f"earlier-{len([*folder.glob('earlier-*')]) + 1}").mkdir()

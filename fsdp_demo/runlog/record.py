@@ -97,9 +97,7 @@ class RunRecord:
         return time.perf_counter() - self._began
 
     def tick(self) -> None:
-        """Once per step: note which islands are gone, new, or left out of a round, and which method
-        `auto` has chosen.
-        """
+        """Once per step: note islands gone, new or left out, and what `auto` has chosen."""
         if self._exchange.config.preset != self._head["preset"]:
             self._head |= _method(self._exchange)
             self._write_json(files.HEAD_FILE, self._head)

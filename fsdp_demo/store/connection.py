@@ -334,9 +334,7 @@ class Line:
         raise StoreSilent(f"the store at {self._where} does not answer within {seconds:g} s{why}")
 
     def _recognise(self, connection: Connection, seconds: float) -> None:
-        """Give up where somebody else listens there, who is asked for so long, or the tokens cannot
-        be the same.
-        """
+        """Give up on another listener, one asked for too long, or tokens that cannot agree."""
         self._strangers = self._strangers + 1 if connection.stranger else 0
         if self.known is not None or connection.gone == NOBODY_LISTENS or seconds <= 0:
             return

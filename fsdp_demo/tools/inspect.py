@@ -63,9 +63,7 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a checkpoint by its name, or, where an engine names it otherwise
-    (DeepSpeed: global_stepN), by the exchange's parts in it.
-    """
+    """Whether it is a checkpoint by its name, or, of DeepSpeed, by the exchange's parts."""
     return _CHECKPOINT.fullmatch(folder.name) is not None or any(folder.glob("exchange/rank*"))
 
 
@@ -81,9 +79,7 @@ def exchange_in(folder: Path) -> Path:
 
 
 def above(folder: Path, run: Path) -> list[Path]:
-    """The folders that may hold a run's files about a checkpoint: its own, and those from there up
-    to the run's.
-    """
+    """The folders that may hold a run's files about a checkpoint, from its own to the run's."""
     last = run.parent if folder == run else run
     return [p for p in (folder, *folder.parents) if p in (folder, last) or last in p.parents]
 
@@ -179,9 +175,7 @@ def _elements(head: Mapping[str, Any], frozen: bool) -> int:
 
 
 def _held(saved: SavedExchange, folder: Path, problems: list[str]) -> dict[str, list[Any]]:
-    """Number of an island -> note of its part for the choice of a state to resume from
-    (`HeldCheckpoint.note`).
-    """
+    """Number of an island -> note of its part for the choice (`HeldCheckpoint.note`)."""
     found = {}
     for island in saved.islands:
         heads = [head for head in saved.heads if head["island"] == island]

@@ -205,9 +205,7 @@ def find_checkpoint(wanted: Any, manager: CheckpointManager, fresh: bool) -> Any
 
 
 def _newest(manager: CheckpointManager, fresh: bool, auto: bool) -> Any:
-    """The newest checkpoint that is held by all islands which hold any; None with `auto` where no
-    island holds one.
-    """
+    """The newest checkpoint of all islands that hold any; None with `auto` if none does."""
     topology = manager.topology
     held = [HeldCheckpoint(h.step) if fresh else h for h in manager.held()]
     # the last to end has the newest state
@@ -288,9 +286,7 @@ def refuse_sharded(checkpoint: Path, topology: Topology) -> None:
 
 
 def _with_others(found: str | None, step: int, registry: CheckpointRegistry) -> str | TakeOver:
-    """Where some islands hold no checkpoint: tell them the Trainer's state in `found`, or hear it
-    where that is None.
-    """
+    """Tell islands without a checkpoint the Trainer's state in `found`; None: hear it."""
     note = registry.tell(None if found is None else {"state": told(Path(found))})
     if found is not None:
         return found
@@ -306,9 +302,7 @@ def _with_others(found: str | None, step: int, registry: CheckpointRegistry) -> 
 
 
 def told(checkpoint: Path) -> dict[str, Any]:
-    """The Trainer's state in a checkpoint for islands that take over (`common_state`); empty where
-    it cannot be read.
-    """
+    """The Trainer's state of a checkpoint for others (`common_state`); empty: it cannot be read."""
     try:
         return common_state(read_json(checkpoint / TRAINER_STATE_NAME))
     except (OSError, ValueError, TypeError):

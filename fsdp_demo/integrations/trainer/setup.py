@@ -329,9 +329,7 @@ def warn(trainer: Trainer, topology: Topology, text: str) -> None:
 
 
 def check_optimizer(trainer: Trainer, config: ExchangeConfig) -> None:
-    """Raise ValueError if the preset is not defined for the optimizer that the Trainer has made,
-    with what to write instead.
-    """
+    """Raise ValueError, with the cure, if the preset is not defined for the optimizer."""
     inner: Any = trainer.optimizer
     while hasattr(inner, "optimizer"):  # wrappers of Accelerate, of ZeRO
         inner = inner.optimizer
@@ -357,9 +355,7 @@ def check_optimizer(trainer: Trainer, config: ExchangeConfig) -> None:
 
 
 def _by_flag(trainer: Trainer, inner: Any) -> bool:
-    """Whether `--optim` has made this optimizer. Else the script did, as `optimizers=` or in a
-    `create_optimizer` of its own, and the flag has no effect.
-    """
+    """Whether `--optim` has made this optimizer, not the script."""
     if trainer.optimizer_cls_and_kwargs is not None:
         return False
     if trainer.is_deepspeed_enabled:  # has classes of its own for what the flag names

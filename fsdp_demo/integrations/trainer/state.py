@@ -126,9 +126,7 @@ def _differs(exchange: Exchange) -> bool:
 
 
 def refuse_alone(checkpoint: Any, preset: str) -> None:
-    """Raise ValueError for a checkpoint of several islands that a single replica, which exchanges
-    nothing, would resume.
-    """
+    """Raise ValueError where a single replica would resume a checkpoint of several islands."""
     if isinstance(checkpoint, (str, os.PathLike)) and (Path(checkpoint) / "exchange").is_dir():
         raise ValueError(
             f"{checkpoint} was saved by several islands; alone preset {preset!r} exchanges "

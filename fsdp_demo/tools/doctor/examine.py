@@ -123,9 +123,7 @@ def tournament(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _reaches(shared: SharedNotes, topology: Topology, own: str) -> dict[tuple[int, int], Reach]:
-    """Try a plain connection to each other island; returns what all islands found, by (sender,
-    receiver), the same on all of them.
-    """
+    """Try a plain connection to each other island; what all found, by (sender, receiver)."""
     me, route = topology.island, route_to(topology.endpoint)
     addresses = list(dict.fromkeys((own, route)))
     secret = secrets.token_hex(16)

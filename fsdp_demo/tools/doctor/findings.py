@@ -278,9 +278,7 @@ def packet_loss(seen: Examination) -> Iterator[Finding]:
 
 
 def unequal_links(seen: Examination) -> Iterator[Finding]:
-    """One direction is much slower than the others, with any number of connections: the exchange
-    waits for it.
-    """
+    """One direction is much slower, with any connections: the exchange waits for it."""
     found = [(i, j, rate) for i, j, d in measured(seen) if (rate := d.best)]
     for i, j, rate in found:
         others = [r for a, b, r in found if (a, b) != (i, j)]

@@ -23,9 +23,7 @@ COLUMNS = 120
 
 
 def plan_table(rows: Sequence[Row], width: int = COLUMNS) -> str:
-    """The table of rows; the least important columns are left out until a line fits into `width`
-    columns, and the text says so.
-    """
+    """The table of rows, with as many columns as fit `width`; the text names those left out."""
     days = any(r.days is not None for r in rows)
     head = [*_HEAD, *(["days", "bytes of the run"] if days else [])]
     body = [head]

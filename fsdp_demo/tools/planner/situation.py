@@ -126,9 +126,7 @@ def device(name: str) -> Device:
 
 
 def guessed_step(parameters: int, tokens: float, ranks: int, of: Device) -> float:
-    """Seconds of a step of `tokens` tokens on an island of `ranks` devices: 6 FLOPs per parameter
-    and token, at the device's guessed MFU. Attention is left out.
-    """
+    """Seconds of a step: 6 FLOPs per parameter and token at a guessed MFU, no attention."""
     return 6.0 * parameters * tokens / (ranks * of.flops * of.mfu)
 
 

@@ -118,9 +118,7 @@ def _losses(runs: Sequence[Run], against: str) -> Markup:
 
 
 def _speed_and_rate(runs: Sequence[Run]) -> list[Markup]:
-    """Tokens per second and learning rate of each island; of several runs the first that is here
-    stands for all.
-    """
+    """Tokens per second and learning rate of each island, or of each run's first."""
     islands = list(runs[0].islands) if len(runs) == 1 else [run.islands[0] for run in runs]
     drawn = []
     for read, against, label in (
@@ -145,9 +143,7 @@ def _standing_still(runs: Sequence[Run]) -> Markup:
 
 
 def _exchanges(run: Run) -> tuple[Any, ...]:
-    """What the page shows of a run's exchanges: its name, the channels and the signs of the legend,
-    the picture, the rows of events, and how many more there are.
-    """
+    """A run's name, channels and signs for a legend, picture, rows of events, number of others."""
     rows, events = timeline_rows(run), marks(run)
     if not rows and not events:
         return run.name, [], [], _empty("no exchange has ended and nothing happened"), [], 0
