@@ -64,10 +64,8 @@ class ReplicaCheckpoints:
         self.first = self.ranks.rank == 0
 
     def install(self) -> None:
-        """Replace the engine's own methods.
-
-        Raises:
-            ValueError: the engine writes its files in the background.
+        """Replace the engine's own methods. Raises ValueError: the engine writes its files in the
+        background.
         """
         engine = self.engine
         if engine.checkpoint_engine.is_decoupled():

@@ -256,10 +256,8 @@ class _Followed(ReplicaCheckpoints):
         return str(manager.root / tag), note["client"]
 
     def _tell(self, manager: CheckpointManager, client: dict[str, Any] | None) -> dict[str, Any]:
-        """Where some replicas take over: the note of the first one that holds a checkpoint.
-
-        Args:
-            client: the `client_state` that was loaded here; None where nothing was.
+        """Where some replicas take over: the note of the first one that holds a checkpoint. client:
+        the `client_state` that was loaded here; None where nothing was.
         """
         if client is None:
             return manager.registry.tell(None)
@@ -347,11 +345,8 @@ def _plain(root: Path, own: Path, tag: str | None) -> str:
 
 
 def _agreed_plain(notes: list[dict[str, Any]], tag: str | None) -> str:
-    """The tag of plain DeepSpeed that all replicas see; "" where none sees any.
-
-    Raises:
-        NeedsDecision: not all see the same.
-        ValueError: nobody sees the tag that was named.
+    """The tag of plain DeepSpeed that all replicas see; "" where none sees any. Raises
+    NeedsDecision: not all see the same; ValueError: nobody sees the tag that was named.
     """
     seen = {n["plain"] for n in notes}
     if len(seen) > 1:

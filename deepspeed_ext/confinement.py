@@ -93,10 +93,7 @@ def _initialize(mpu: Any, original: Callable[..., Any], /, *args: Any, **kwargs:
 
 def of_node(config: dict[str, Any] | str, replicas: int) -> dict[str, Any]:
     """A copy of `config` (dict, path, or base64 as DeepSpeed takes them) whose `train_batch_size`
-    counts one node, as DeepSpeed then does.
-
-    Raises:
-        ValueError: it does not divide.
+    counts one node, as DeepSpeed then does. Raises ValueError: it does not divide.
     """
     config = dict(deepspeed.load_ds_config(config))
     total = config.get(TOTAL)

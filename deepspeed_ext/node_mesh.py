@@ -194,10 +194,7 @@ def installed() -> NodeMPU | None:
 
 def topology_of(mpu: Any) -> Topology | None:
     """Where the rank of an engine with this mpu stands in the mesh, in a world of one node as a
-    single replica; None if it is no `NodeMPU`.
-
-    Raises:
-        ValueError: ISLAND_TIMEOUT is no number.
+    single replica; None if it is no `NodeMPU`. Raises ValueError: ISLAND_TIMEOUT is no number.
     """
     if not isinstance(mpu, NodeMPU):
         return None

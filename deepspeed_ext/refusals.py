@@ -27,10 +27,8 @@ log = logging.getLogger("fsdp_demo")
 
 
 def refuse(engine: Any, config: ExchangeConfig, topology: Topology) -> None:
-    """Raise ValueError for what cannot work or was never tried.
-
-    Args:
-        engine: what was given to `attach` as one.
+    """Raise ValueError for what cannot work or was never tried. engine: what was given to `attach`
+    as one.
     """
     found = chain(
         _others(engine),

@@ -227,11 +227,9 @@ KINDS: dict[str, type[Partitions]] = {
 
 
 def adapter(engine: Any) -> Partitions:
-    """The view (`Partitions`) of an engine's ZeRO wrapper.
-
-    Raises:
-        ValueError: the engine shards nothing, or has a wrapper that is not known here.
-        RuntimeError: a wrapper without the names this was written for.
+    """The view (`Partitions`) of an engine's ZeRO wrapper. Raises ValueError: the engine shards
+    nothing, or has a wrapper that is not known here; RuntimeError: a wrapper without the names this
+    was written for.
     """
     zero = engine.optimizer
     kind = next((KINDS[c.__name__] for c in type(zero).__mro__ if c.__name__ in KINDS), None)

@@ -218,10 +218,7 @@ class ZeroHost(TrainingHost):
 
     def shard_position(self, rank: int, world: int) -> ShardPosition:
         """This rank's place among the shards: one per rank of ZeRO's data-parallel group, no
-        copies.
-
-        Raises:
-            ValueError: the group is not the island.
+        copies. Raises ValueError: the group is not the island.
         """
         group = self.engine.seq_data_parallel_group
         shards, shard = comm.get_world_size(group=group), comm.get_rank(group=group)

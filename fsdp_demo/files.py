@@ -58,10 +58,8 @@ def parse_json(text: str) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file, which is not read where it is larger than `LARGEST`.
-
-    Raises:
-        OSError: it cannot be read. ValueError: it is no plain file; see `parse_json`.
+    """The value of a JSON file, which is not read where it is larger than `LARGEST`. Raises
+    OSError: it cannot be read. ValueError: it is no plain file; see `parse_json`.
     """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):  # a fifo would be waited for

@@ -148,10 +148,8 @@ def tensors(host: TrainingHost) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def chosen(situation: Situation, host: TrainingHost) -> Choice:
-    """The planner's choice among the settings that keep the user's optimizer as it is.
-
-    Raises:
-        ValueError: there is none.
+    """The planner's choice among the settings that keep the user's optimizer as it is. Raises
+    ValueError: there is none.
     """
     kept = {name.lower() for name in host.optimizer_names}
     inner = kept.pop() if len(kept) == 1 else "muonadamw"

@@ -269,10 +269,7 @@ class ChannelRunner(LocalChannel):
 
     def subtract(self, out: ChannelPayload, sign: float = 1.0) -> None:
         """Take what is sent, as the others decode it, out of the accumulator (`feedback`: subtract,
-        put_back): rounding stays in it.
-
-        Args:
-            sign: -1 puts it back.
+        put_back): rounding stays in it. sign: -1 puts it back.
         """
         if self.accumulator is not None and self.section is not None and self._sent_here(out):
             alpha, only = sign * self.section.taken, self.section.taken_at_once(out.present)

@@ -63,10 +63,8 @@ Held = Sequence[Sequence[HeldCheckpoint]]
 
 
 def look(exchange: Path, step: int, islands: int) -> HeldCheckpoint:
-    """`held_by` of the exchange's parts in a folder; the step alone where there is no part.
-
-    Raises:
-        ValueError: a part is torn, or ranks stand between unlike exchanges.
+    """`held_by` of the exchange's parts in a folder; the step alone where there is no part. Raises
+    ValueError: a part is torn, or ranks stand between unlike exchanges.
     """
     try:
         heads = [read_head(path)[0] for path in sorted(exchange.glob("rank*.json"))]

@@ -50,9 +50,7 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 def found(root: Path, manifest: str = MANIFEST) -> list[tuple[int, Path]]:
     """Step and folder of each checkpoint in `root`, ascending; of one step the newest last.
-
-    Args:
-        manifest: `ASIDE` or `GIVEN_UP`: those that are put aside.
+    manifest: `ASIDE` or `GIVEN_UP`: those that are put aside.
     """
     out = []
     for path in root.glob(f"*/{manifest}"):
@@ -122,10 +120,8 @@ def seal(folder: Path, step: int, world: int) -> None:
 
 
 def sums(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and checksum (None: not taken) of each file in the manifest.
-
-    Raises:
-        ValueError: it cannot be read, or is of another version (the text begins with `NEWER`).
+    """Size and checksum (None: not taken) of each file in the manifest. Raises ValueError: it
+    cannot be read, or is of another version (the text begins with `NEWER`).
     """
     try:
         content = read_json(folder / MANIFEST)
@@ -256,10 +252,8 @@ class Fence:
 
     def check(self) -> None:
         """Call it before anything in the folder gets its name. A lock that is gone or cannot be
-        read hinders nobody.
-
-        Raises:
-            Superseded: the lock is another life's, or another replica's of this run.
+        read hinders nobody. Raises Superseded: the lock is another life's, or another replica's of
+        this run.
         """
         if not self.token:
             return

@@ -89,10 +89,8 @@ def store(args: argparse.Namespace) -> int:
 def _serve_in_child(
     args: argparse.Namespace, token: str, listener: socket.socket, first: bool
 ) -> int:
-    """The exit code of one server; negative: the signal that has ended it.
-
-    Raises:
-        RuntimeError: this process has other threads, and a fork would keep what they have locked.
+    """The exit code of one server; negative: the signal that has ended it. Raises RuntimeError:
+    this process has other threads, and a fork would keep what they have locked.
     """
     if (threads := threading.active_count()) > 1:
         raise RuntimeError(
@@ -116,9 +114,7 @@ def serve(
     args: argparse.Namespace, token: str, listener: socket.socket, parent: int, first: bool
 ) -> None:
     """Serve until SIGINT or SIGTERM, which must be blocked, or until the parent process ends.
-
-    Raises:
-        SystemExit: the file cannot be used; it has been said.
+    Raises SystemExit: the file cannot be used; it has been said.
     """
     from ..files import in_one_piece
     from ..net.address import join_address

@@ -271,10 +271,8 @@ def decode(
     alpha: float | None = None,
 ) -> Tensor:
     """The inverse of `encode`: fp32 [rows, cols] from uint8 [num_bytes]. A non-finite scale makes
-    its whole group non-finite.
-
-    Args:
-        out: where to write the values, or, with `alpha`, to add alpha times them.
+    its whole group non-finite. out: where to write the values, or, with `alpha`, to add alpha times
+    them.
     """
     # a slice may start at any byte, a view of another dtype (values or scales) may not
     viewed = EXACT.get(code, torch.bfloat16)

@@ -53,10 +53,8 @@ class AutoConfig(ExchangeConfig):
 
     def changed(self, changes: Mapping[str, Any]) -> ExchangeConfig:
         """A copy with other values of `target`, `measured`, and of the settings that the chosen
-        method takes over.
-
-        Raises:
-            ValueError: a setting of a method, which is not chosen yet; a value that is not allowed.
+        method takes over. Raises ValueError: a setting of a method, which is not chosen yet; a
+        value that is not allowed.
         """
         options = (*KEPT, "target", "measured")
         for key in changes:

@@ -60,11 +60,8 @@ class Stream:
 
     def take(self, moving: QueuedPiece, label: str) -> None:
         """Take the next megabyte that has come. The first one has the header, by which room for the
-        body is made.
-
-        Raises:
-            WireError: see `open_head`; or the megabyte is shorter than it must be: the rest of its
-                room holds old bytes, which may even be the right ones.
+        body is made. Raises WireError: see `open_head`; or the megabyte is shorter than it must be:
+        the rest of its room holds old bytes, which may even be the right ones.
         """
         opens, whole, first = self.header is None, moving.size, self.sealed.body[:0]
         if opens:

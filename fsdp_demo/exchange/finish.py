@@ -52,10 +52,8 @@ def shown(runtime: StepRuntime, model: torch.nn.Module, what: str) -> Iterator[N
 
 def mean_parameters(runtime: StepRuntime, only: LocalChannel | None = None) -> Tensor | None:
     """Mean of the parameters over the replicas with finite ones, as a workspace of this copy, fp32.
-    All replicas call it at the same step. only: a channel over some of them.
-
-    Raises:
-        NotFinite: on all replicas, if no replica has finite parameters.
+    All replicas call it at the same step. only: a channel over some of them. Raises NotFinite: on
+    all replicas, if no replica has finite parameters.
     """
     work, peers = (only or runtime.parameters).pack("parameter"), runtime.peers
     share = 1.0 - float(runtime.island.not_finite([work] if work is not None else []))

@@ -295,10 +295,8 @@ class InFlightQueue:
 
     def state(self) -> list[InFlightState]:
         """The messages in flight with their answers, which are waited for; after a loss without
-        them: a resumed run sends the messages once more.
-
-        Raises:
-            PeerLost: the loss is found only here. Called again it gives the state.
+        them: a resumed run sends the messages once more. Raises PeerLost: the loss is found only
+        here. Called again it gives the state.
         """
         if not self.broken:
             try:

@@ -46,20 +46,15 @@ class Copies:
         self.pending = several and host.device.type != "meta"
 
     def check(self) -> None:
-        """Compare the parameters.
-
-        Raises:
-            ValueError: on all ranks, with two of them and the first tensor that differs.
+        """Compare the parameters. Raises ValueError: on all ranks, with two of them and the first
+        tensor that differs.
         """
         if self.pending and (found := self._unlike("parameter")):
             raise ValueError(found)
 
     def look(self, channels: Sequence[ChannelRunner]) -> None:
         """Compare, once, the gradients of the first exchange, if one of these channels sends them,
-        else the parameters. This reads from the device.
-
-        Raises:
-            Mismatch: as `check`.
+        else the parameters. This reads from the device. Raises Mismatch: as `check`.
         """
         sources = {c.channel.source for c in channels}
         if not self.pending or not sources & {"gradient", "delta", "parameter"}:

@@ -38,10 +38,8 @@ def state(runtime: StepRuntime) -> ExchangeState:
 
 def roll_back(runtime: StepRuntime, saved: ExchangeState) -> None:
     """Take a run back to a saved state (`Exchange.load_state_dict`). All ranks of the island call
-    it together. Messages under way are waited for and dropped.
-
-    Raises:
-        ValueError: the state has other channels, or messages that never came back.
+    it together. Messages under way are waited for and dropped. Raises ValueError: the state has
+    other channels, or messages that never came back.
     """
     check(runtime, saved)
     if runtime.peers is not None and any(s.arrived is None for s in saved.in_flight):

@@ -73,11 +73,7 @@ class StepPhases(Protocol):
         """At the end of a step in which a joining island asks for the state: hand it over."""
 
     def end_of_step(self) -> None:
-        """At the end of a step, after everything else.
-
-        Raises:
-            Stopped: this island stops here.
-        """
+        """At the end of a step, after everything else. Raises Stopped: this island stops here."""
 
 
 class StepRuntime:
@@ -286,10 +282,7 @@ class StepRuntime:
     @collective("optimizer.step()")
     def after(self) -> None:
         """After-step channels of this tick; then the step counts, and a wish to stop takes effect
-        on the whole island.
-
-        Raises:
-            Stopped: it does.
+        on the whole island. Raises Stopped: it does.
         """
         mine, step = self.after_step, self.step
         try:
@@ -313,10 +306,8 @@ class StepRuntime:
     @torch.no_grad()
     @collective("skip()")
     def skip(self) -> None:
-        """Count a step that this replica does not take (`Exchange.skip`).
-
-        Raises:
-            RuntimeError: some of the optimizers have stepped already.
+        """Count a step that this replica does not take (`Exchange.skip`). Raises RuntimeError: some
+        of the optimizers have stepped already.
         """
         self.check_usable()
         if self.hooks.partial:
@@ -418,10 +409,8 @@ class StepRuntime:
         return self.island.max(mean or 0.0)[0]  # a copy without peers has none
 
     def send(self, channels: Sequence[ChannelRunner], partial: bool = False) -> None:
-        """Check that the sources are finite, accumulate, encode and launch.
-
-        Args:
-            partial: the message belongs to a part of a round (`ChannelPayload`).
+        """Check that the sources are finite, accumulate, encode and launch. partial: the message
+        belongs to a part of a round (`ChannelPayload`).
         """
         if not channels:
             return

@@ -162,11 +162,7 @@ class ExchangeState:
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> ExchangeState:
-        """The inverse of `to_tree`.
-
-        Raises:
-            ValueError: a channel keeps what no channel knows.
-        """
+        """The inverse of `to_tree`. Raises ValueError: a channel keeps what no channel knows."""
         (tokens, weighed), (loss, losses) = tree["tokens"], tree["losses"]
         return cls(
             step=int(tree["step"]),

@@ -76,10 +76,8 @@ def expected(
     runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any], data: Tensor
 ) -> tuple[DonorPosition, Listed]:
     """The position of a snapshot's donor, and the list of its tensors, from its head `data`, uint8
-    [n], which is compared with the run of this rank.
-
-    Raises:
-        ValueError: as `snapshot_head.read`; or it lists other tensors than this rank needs.
+    [n], which is compared with the run of this rank. Raises ValueError: as `snapshot_head.read`; or
+    it lists other tensors than this rank needs.
     """
     head = snapshot_head.read(runtime, told, data)
     mine = [p.listed for p in _parts(runtime, model, head.stand)]

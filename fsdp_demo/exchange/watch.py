@@ -149,11 +149,8 @@ class Watch:
 
     def check(self, peers: PeerGroup, headers: Sequence[Header], gradients: bool) -> None:
         """Warn of unlike learning rates; refuse parameters that are not equal, or nowhere finite.
-        In the worker's thread, before the island votes.
-
-        Raises:
-            Mismatch: replicas are no longer equal. NotFinite: parameters are to be averaged, and no
-                replica has finite ones.
+        In the worker's thread, before the island votes. Raises Mismatch: replicas are no longer
+        equal. NotFinite: parameters are to be averaged, and no replica has finite ones.
         """
         self._compare_rates(peers, headers)  # ahead of the sums, which may differ because of them
         odd = odd_ones([h.total if h.flags & SUMMED else None for h in headers])

@@ -53,10 +53,8 @@ class RoundGradients:
                 )
 
     def put_back(self, index: int) -> None:
-        """Give an optimizer the gradients of this round, for a step that is taken once more.
-
-        Raises:
-            RuntimeError: they were written to.
+        """Give an optimizer the gradients of this round, for a step that is taken once more. Raises
+        RuntimeError: they were written to.
         """
         noted = self._noted.get(index, ())
         if any(version(gradient) != then for _, gradient, then in noted):

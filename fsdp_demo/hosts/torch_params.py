@@ -302,11 +302,8 @@ def layers(optimizer: Any) -> list[Any]:
 
 def unwrap(optimizer: Any) -> torch.optim.Optimizer:
     """The innermost torch optimizer under Accelerate-like wrappers (`.optimizer`), where hooks see
-    the shards.
-
-    Raises:
-        ValueError: there is none, or it steps copies of the parameters; Accelerate steps it by a
-            loss scaler.
+    the shards. Raises ValueError: there is none, or it steps copies of the parameters; Accelerate
+    steps it by a loss scaler.
     """
     if scales(getattr(optimizer, "scaler", None)):  # of Accelerate
         raise ValueError(SCALED)

@@ -141,10 +141,8 @@ class Launcher:
                 signal.signal(number, handler)
 
     def run(self, command: Sequence[str], env: Mapping[str, str], session: bool = False) -> int:
-        """Start a launcher and wait for it; its status as a shell shows it.
-
-        Args:
-            session: in a session of its own.
+        """Start a launcher and wait for it; its status as a shell shows it. session: in a session
+        of its own.
         """
         self._process = subprocess.Popen(
             command, env=env, start_new_session=session, preexec_fn=end_with_parent

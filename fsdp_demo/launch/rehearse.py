@@ -132,10 +132,8 @@ class Supervisor:
         self.signals.append(number)
 
     def run(self) -> int:
-        """Run the rehearsal to its end; returns the worst exit status.
-
-        Raises:
-            ValueError: the store did not start.
+        """Run the rehearsal to its end; returns the worst exit status. Raises ValueError: the store
+        did not start.
         """
         adopt_orphans()
         before = {

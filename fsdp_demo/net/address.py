@@ -158,11 +158,7 @@ class Keys:
 
 
 def check(token: str) -> str:
-    """The token, if it is long enough.
-
-    Raises:
-        ValueError: it is short.
-    """
+    """The token, if it is long enough. Raises ValueError: it is short."""
     if len(token) < SHORTEST:
         raise ValueError(
             f"ISLAND_TOKEN has {len(token)} characters, allowed are {SHORTEST} or more: take "

@@ -67,11 +67,8 @@ class QueuedPiece:
 
     def wait(self, timeout: timedelta) -> None:
         """Wait until the piece is here, or is handed to the library, which may read from its memory
-        for as long as the connection stands.
-
-        Raises:
-            WireError: the piece that came is refused. RuntimeError: the peer is gone, or was silent
-                for `timeout`.
+        for as long as the connection stands. Raises WireError: the piece that came is refused.
+        RuntimeError: the peer is gone, or was silent for `timeout`.
         """
         self._poller.wait(self, timeout.total_seconds())
         if self.error is not None:

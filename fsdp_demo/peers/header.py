@@ -272,11 +272,7 @@ def _refuse_torn(head: bytes, sender: str) -> int:
 
 
 def check_body(body: Tensor, crc: int, theirs: Header, sender: str) -> Tensor:
-    """The body, if its checksum fits.
-
-    Raises:
-        WireError: it does not.
-    """
+    """The body, if its checksum fits. Raises WireError: it does not."""
     if checksum(body) != crc:
         raise WireError(
             f"{_name(theirs)} from {sender} is damaged: its checksum does not fit its "

@@ -69,10 +69,8 @@ class DonorSnapshot:
     tensors: dict[str, Tensor]
 
     def pack(self) -> list[Tensor]:
-        """As bytes: the head, then each tensor (views); all uint8 [n].
-
-        Raises:
-            ValueError: the head is longer than LONGEST.
+        """As bytes: the head, then each tensor (views); all uint8 [n]. Raises ValueError: the head
+        is longer than LONGEST.
         """
         tensors = (t.contiguous().view(-1).view(torch.uint8) for t in self.tensors.values())
         return [to_bytes(self.head), *tensors]
@@ -204,10 +202,8 @@ def packed(arrived: ReceivedMessage, coded: Sequence[Tensor] = ()) -> list[Tenso
 
 
 def unpacked(parts: Sequence[Tensor], expected: Expected) -> ReceivedMessage:
-    """The inverse of `packed`.
-
-    Raises:
-        WireError: it is another message than the expected one, or cut off.
+    """The inverse of `packed`. Raises WireError: it is another message than the expected one, or
+    cut off.
     """
     if not parts:
         raise WireError("a message to follow was cut off: nothing came")

@@ -140,9 +140,7 @@ class ZeroMQ:
 
     def open(self, k: int | str) -> GroupConnections:
         """Connections number k = 0, 1, ... to the other ranks, all of which make the same call.
-
-        Raises:
-            ValueError: the islands do not fit together. PeerLost: somebody did not come in time.
+        Raises ValueError: the islands do not fit together. PeerLost: somebody did not come in time.
         """
         try:
             return GroupConnections(self._poller, self._open(k))
@@ -266,11 +264,7 @@ def resolved(address: str, setting: str = "ISLAND_ADDRESS") -> str:
 
 
 def bound(made: Any, host: str, name: str, setting: str = "ISLAND_ADDRESS") -> str:
-    """Bind a socket to any port of an IP address; the endpoint.
-
-    Raises:
-        PeerLost: it cannot.
-    """
+    """Bind a socket to any port of an IP address; the endpoint. Raises PeerLost: it cannot."""
     made.ipv6 = ":" in host
     try:
         made.bind(f"tcp://{join_address(host, 0)}")

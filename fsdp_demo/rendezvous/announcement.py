@@ -61,10 +61,7 @@ class Rendezvous:
 
     def join(self, user: PeerUser | None = None) -> tuple[PeerGroup | None, int]:
         """The peers of this rank, None for a copy that is not active, and the number of active
-        copies.
-
-        Raises:
-            ValueError, PeerLost: see `topology.Topology.join`.
+        copies. Raises ValueError, PeerLost: see `topology.Topology.join`.
         """
         try:
             return self._join(user)

@@ -49,10 +49,8 @@ def meeting_place(ranks: Iterable[int]) -> str:
 
 def address() -> str:
     """The address of this rank, as torch's gloo chooses it: that of the interface
-    GLOO_SOCKET_IFNAME (the first of several), else that of the host's name, else loopback.
-
-    Raises:
-        ValueError: there is no such interface, or it has no address.
+    GLOO_SOCKET_IFNAME (the first of several), else that of the host's name, else loopback. Raises
+    ValueError: there is no such interface, or it has no address.
     """
     if names := os.environ.get(INTERFACE, ""):
         return _address_of(names.split(",")[0].strip())
@@ -79,10 +77,8 @@ def _address_of(interface: str) -> str:
 
 
 def mesh_peers(topology: Replica, link: Link | None, user: PeerUser | None = None) -> PeerGroup:
-    """Meet the other ranks of the peer group, all at once. user: what the user gives it.
-
-    Raises:
-        ValueError: GLOO_SOCKET_IFNAME names no interface. PeerLost: somebody did not come in time.
+    """Meet the other ranks of the peer group, all at once. user: what the user gives it. Raises
+    ValueError: GLOO_SOCKET_IFNAME names no interface. PeerLost: somebody did not come in time.
     """
     t, here, own = topology, address(), to_json(secrets.token_hex(16))
     names = {i: f"island{i}" for i in range(t.islands)}

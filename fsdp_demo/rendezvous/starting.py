@@ -107,10 +107,7 @@ def call(
 
 def compare(at: Store, place: Replica, islands: Sequence[int]) -> None:
     """Refuse these islands, as far as they have come, if they have other numbers: they may have
-    refused this one already, and left.
-
-    Raises:
-        ValueError: which number, and both values.
+    refused this one already, and left. Raises ValueError: which number, and both values.
     """
     roll = _Starters(at, place)
     for i in islands:
@@ -170,10 +167,8 @@ def goes_on(at: Store, place: Replica, waited_for: str) -> None:
 
 
 def decided(at: Store, count: int) -> tuple[int, ...] | None:
-    """The islands that begin; None while that is open.
-
-    Raises:
-        ValueError: what stands there cannot be read.
+    """The islands that begin; None while that is open. Raises ValueError: what stands there cannot
+    be read.
     """
     text = at.get("starters")
     return _read(text, count) if text else None

@@ -42,11 +42,8 @@ class Presence:
         self._turn = self._asked = time.monotonic()
 
     def start(self) -> None:
-        """Begin to listen.
-
-        Raises:
-            ValueError, PeerLost: this island has not met the others, and cannot
-                (`Topology.prefix`).
+        """Begin to listen. Raises ValueError, PeerLost: this island has not met the others, and
+        cannot (`Topology.prefix`).
         """
         if not self._topology.elastic or self._pulse is not None:
             return

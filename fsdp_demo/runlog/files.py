@@ -43,10 +43,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """An object, None where there is no such file.
-
-    Raises:
-        ValueError: the file holds something else.
+    """An object, None where there is no such file. Raises ValueError: the file holds something
+    else.
     """
     try:
         found = files.read_json(path)
@@ -193,10 +191,8 @@ class Run:
 
 
 def load(folder: str | Path) -> Run:
-    """The run whose output folder this is, or one island of it.
-
-    Raises:
-        ValueError: there is no run in it, or one of another format.
+    """The run whose output folder this is, or one island of it. Raises ValueError: there is no run
+    in it, or one of another format.
     """
     folder = Path(folder)
     if not folder.is_dir():

@@ -191,10 +191,7 @@ class Connection:
 
     def answer(self, number: int, seconds: float) -> Answer | None:
         """The answer to this question, None if none has come within so long or none will; answers
-        to others are dropped.
-
-        Raises:
-            WireError: what came is no answer.
+        to others are dropped. Raises WireError: what came is no answer.
         """
         end = time.monotonic() + seconds
         while not self.gone and (left := end - time.monotonic()) > 0:

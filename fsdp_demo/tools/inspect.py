@@ -32,9 +32,7 @@ _CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 def find_checkpoints(root: Path) -> list[Path]:
     """The folders of all checkpoints at or below `root`, those of one island together, by step.
-
-    Raises:
-        ValueError: there is no such folder, or none in it.
+    Raises ValueError: there is no such folder, or none in it.
     """
     if not root.is_dir():
         raise ValueError(
@@ -89,10 +87,8 @@ def above(folder: Path, run: Path) -> list[Path]:
 
 def inspect(root: str | Path) -> list[dict[str, Any]]:
     """`describe_checkpoint` of every checkpoint at or below `root`; one that cannot be read has
-    `complete` False, `problems`, and no step.
-
-    Raises:
-        ValueError: no checkpoint is there, or the only one cannot be read.
+    `complete` False, `problems`, and no step. Raises ValueError: no checkpoint is there, or the
+    only one cannot be read.
     """
     found, out = find_checkpoints(Path(root)), []
     for folder in found:
@@ -108,11 +104,7 @@ def inspect(root: str | Path) -> list[dict[str, Any]]:
 
 
 def describe_checkpoint(folder: Path) -> dict[str, Any]:
-    """The contents of one checkpoint as JSON values.
-
-    Raises:
-        ValueError: a head cannot be read.
-    """
+    """The contents of one checkpoint as JSON values. Raises ValueError: a head cannot be read."""
     saved = load_exchange(exchange_in(folder))
     first = saved.heads[0]
     config = ExchangeConfig.from_dict(first["config"])

@@ -240,10 +240,8 @@ def _choice(
 
 def build_model(chosen: Chosen, given: str | None, run: Path) -> Any:
     """A transformers model with the exported tensors. It is made on the meta device, so that only
-    the tensors take memory.
-
-    Raises:
-        ValueError: no architecture is known, or it does not fit the tensors.
+    the tensors take memory. Raises ValueError: no architecture is known, or it does not fit the
+    tensors.
     """
     import transformers
 

@@ -69,10 +69,8 @@ def read_model(folder: Path) -> dict[str, Tensor]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    """The files that an index names; all lie in its folder.
-
-    Raises:
-        ValueError: it is damaged, or names a file elsewhere.
+    """The files that an index names; all lie in its folder. Raises ValueError: it is damaged, or
+    names a file elsewhere.
     """
     try:
         files = read_json(index)["weight_map"].values()
@@ -179,10 +177,7 @@ def outer_tensors(
 
 def replica(folder: Path, saved: SavedExchange, island: int) -> dict[str, Tensor]:
     """The whole tensors of one island's model by plain name. In a mesh the model file mixes the
-    replicas, and each has its own beside the exchange states.
-
-    Raises:
-        ValueError: that is missing.
+    replicas, and each has its own beside the exchange states. Raises ValueError: that is missing.
     """
     if len(saved.islands) == 1:
         return read_model(folder)

@@ -69,10 +69,8 @@ class Beginning:
 
     @classmethod
     def find(cls, trainer: Trainer, topology: Topology, wanted: Any, fresh: bool) -> Beginning:
-        """The beginning that the user asks for by `wanted`, the argument of `Trainer.train`.
-
-        Raises:
-            NeedsDecision, ValueError: as `find_checkpoint`.
+        """The beginning that the user asks for by `wanted`, the argument of `Trainer.train`. Raises
+        NeedsDecision, ValueError: as `find_checkpoint`.
         """
         joins, manager = topology.under_way(), manager_of(trainer, topology)
         where = None if joins else find_checkpoint(wanted, manager, fresh)
@@ -86,9 +84,7 @@ class Beginning:
 
     def attach(self, trainer: Trainer, config: ExchangeConfig, topology: Topology) -> Exchange:
         """Join the other replicas, once model and optimizer are sharded and, on resume, loaded.
-
-        Raises:
-            ValueError: islands at unlike steps, and as `attach`, `open_state`, `restore_local`.
+        Raises ValueError: islands at unlike steps, and as `attach`, `open_state`, `restore_local`.
         """
         args: Any = trainer.args
         model: Any = trainer.model
@@ -311,10 +307,8 @@ def told(checkpoint: Path) -> dict[str, Any]:
 
 def refuse_elsewhere(manager: CheckpointManager) -> None:
     """Raise where "auto" would begin anew although `output_dir` holds checkpoints of another number
-    of islands: several have a folder each in it, one has none. All islands call it together.
-
-    Raises:
-        NeedsDecision: names the newest of them.
+    of islands: several have a folder each in it, one has none. All islands call it together. Raises
+    NeedsDecision: names the newest of them.
     """
     root, several = manager.root, manager.topology.islands > 1
     beside = (

@@ -155,10 +155,7 @@ class Session(TrainerCallback):
 
     def _leave_if_told(self, now: bool = False) -> None:
         """Leave the Trainer's evaluation, on all ranks after the same batch, if one of them is told
-        to end: they vote about once a second, or `now`.
-
-        Raises:
-            Stopped: they leave.
+        to end: they vote about once a second, or `now`. Raises Stopped: they leave.
         """
         pace, ranks = self._pace, self._manager.ranks
         if pace is not None and pace.due(now or ranks.world == 1):

@@ -61,10 +61,8 @@ def find_trainer(callback: Any) -> Trainer:
 
 def topology_of(trainer: Trainer) -> Topology:
     """The topology of this rank: a mesh where the Trainer was given `ExchangeParallelismConfig`,
-    else islands from the environment. Under DeepSpeed its package says it.
-
-    Raises:
-        ValueError: both at once, or a plain HSDP mesh.
+    else islands from the environment. Under DeepSpeed its package says it. Raises ValueError: both
+    at once, or a plain HSDP mesh.
     """
     if trainer.is_deepspeed_enabled:
         return engine_topology(trainer)

@@ -56,10 +56,8 @@ def saves_tensors(exchange: Exchange, apart: bool) -> bool:
 
 
 def open_state(checkpoint: Path) -> SavedExchange:
-    """The saved exchange for `attach(state=...)`: of this island, in a mesh of all replicas.
-
-    Raises:
-        ValueError: there is none; parts that are half-written or damaged.
+    """The saved exchange for `attach(state=...)`: of this island, in a mesh of all replicas. Raises
+    ValueError: there is none; parts that are half-written or damaged.
     """
     folder = checkpoint / "exchange"
     if not folder.is_dir():

@@ -184,10 +184,8 @@ def _measure(
 
 def joining_island(topology: Topology) -> Topology:
     """The topology of the same island in a run of its own, `RUN.doctor`, so that the run that is to
-    come, or that trains, is left alone.
-
-    Raises:
-        ValueError: the island would come later than the others.
+    come, or that trains, is left alone. Raises ValueError: the island would come later than the
+    others.
     """
     if topology.island >= topology.count:
         raise ValueError(

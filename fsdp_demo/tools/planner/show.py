@@ -112,10 +112,8 @@ def _gap(gap: dict[str, Any] | None) -> str:
 
 
 def title(situations: Sequence[Situation]) -> str:
-    """A title: model, islands and link of the plan, and the source of the step's time.
-
-    Args:
-        situations: unlike in their islands only. One: its link is named, too.
+    """A title: model, islands and link of the plan, and the source of the step's time. situations:
+    unlike in their islands only. One: its link is named, too.
     """
     s = situations[0]
     counts = ", ".join(f"{one.islands}" for one in situations)

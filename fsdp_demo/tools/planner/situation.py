@@ -111,11 +111,7 @@ DEVICES: dict[str, Device] = {
 
 
 def device(name: str) -> Device:
-    """The device of that name.
-
-    Raises:
-        ValueError: it is not in the table; offers the nearest.
-    """
+    """The device of that name. Raises ValueError: it is not in the table; offers the nearest."""
     found = DEVICES.get(name.lower())
     if found is None:
         raise ValueError(
