@@ -255,13 +255,10 @@ class ProgressWatch:
         """
         if rank.state != "running" or rank.next > n:
             return None
-        log.error(
+        text = (
             "%s has waited %.0f s for message %d of this island, which stands: it evaluates, saves "
-            "or hangs alone for longer than ISLAND_STALL, else ISLAND_TIMEOUT%s",
-            self._label(by.slot),
-            seconds,
-            n,
-            see("island-stands"),
+            "or hangs alone for longer than ISLAND_STALL, else ISLAND_TIMEOUT%s"
         )
+        log.error(text, self._label(by.slot), seconds, n, see("island-stands"))
         record = rank.record
         return replace(record, members=tuple(m for m in record.members if m != rank.me))

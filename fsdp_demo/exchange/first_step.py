@@ -244,14 +244,12 @@ class FirstStep:
         odd = [n for n in later if len({theirs.get(n, [None])[0] for theirs in everyone}) > 1]
         found = sorted({n for theirs in runtime.island.everyone(odd) for n in theirs})
         if found and runtime.topology.rank == 0:
-            log.warning(
+            text = (
                 "%s: buffers that were registered after attach differ between islands: %s. No "
                 "exchange averages them: register them before attach, or make them of what all "
-                "islands share%s",
-                runtime.topology.name,
-                first_few(found, 3),
-                see("later-buffers"),
+                "islands share%s"
             )
+            log.warning(text, runtime.topology.name, first_few(found, 3), see("later-buffers"))
         return found
 
     def _buffers(self) -> dict[str, Tensor]:

@@ -113,11 +113,8 @@ def say(runtime: StepRuntime, seconds: float) -> bool:
         held = _send(runtime, due if weight > 0 else [], step, weight, flags, end)
     except Exception as error:
         # the other ranks wait for this one below, and the island ends in any case
-        log.warning(
-            "%s: its part of the coming exchange could not be sent early: %r",
-            runtime.topology.name,
-            error,
-        )
+        text = "%s: its part of the coming exchange could not be sent early: %r"
+        log.warning(text, runtime.topology.name, error)
     held = not runtime.island.any(not held) and weight > 0
     if runtime.topology.rank == 0 and weight > 0:
         log.info("%s: %s", runtime.topology.name, _fate(runtime, due, step, held))

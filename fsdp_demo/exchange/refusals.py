@@ -77,16 +77,13 @@ class Copies:
                     )
         odd = [i for i in self._whole if len({each[i] for each in everyone}) > 1]
         if odd and self._island.rank == 0:
-            log.warning(
+            text = (
                 "%d %ss that all ranks of this island hold whole differ between them (first in "
                 "%s): nothing keeps them equal, each rank trains its own. Call fully_shard(model) "
                 "on the whole model, too, not on its layers alone. Experts of each rank may be "
-                "meant to differ%s",
-                len(odd),
-                what,
-                names[odd[0]],
-                see("copies-differ"),
+                "meant to differ%s"
             )
+            log.warning(text, len(odd), what, names[odd[0]], see("copies-differ"))
         return None
 
 
@@ -241,14 +238,12 @@ def warn_of_outside(host: TrainingHost, model: torch.nn.Module | None, name: str
     """Log the trainable parameters of the model that no attached optimizer steps."""
     outside = host.outside(model) if model is not None else []
     if outside:
-        log.warning(
+        text = (
             "%s: %d trainable parameters of the model are in no attached optimizer, and so not "
             "exchanged: %s; attach all optimizers as one "
-            "list, or set requires_grad=False, unless another exchange has them",
-            name,
-            len(outside),
-            first_few(outside),
+            "list, or set requires_grad=False, unless another exchange has them"
         )
+        log.warning(text, name, len(outside), first_few(outside))
 
 
 def refuse_sparse(host: TrainingHost) -> None:

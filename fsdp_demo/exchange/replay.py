@@ -165,14 +165,8 @@ def _fetching(
             says_at, left = 2 * took, "nothing comes"
             if come:
                 left = f"about {(whole - come) * took / come / 60:.1f} minutes are left"
-            log.info(
-                "%s: %.0f of %.0f MiB of the snapshot after %.0f s: %s",
-                name,
-                come / 2**20,
-                whole / 2**20,
-                took,
-                left,
-            )
+            text = "%s: %.0f of %.0f MiB of the snapshot after %.0f s: %s"
+            log.info(text, name, come / 2**20, whole / 2**20, took, left)
         return found
 
     return ask

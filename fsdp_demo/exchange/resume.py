@@ -67,11 +67,8 @@ def load(runtime: StepRuntime, saved: ExchangeState) -> None:
     """Restore a state with its step, where nothing is under way."""
     check(runtime, saved)
     if saved.digest != runtime.config.digest():
-        log.warning(
-            "the state was saved under another configuration (digest %016x, now %016x)",
-            saved.digest,
-            runtime.config.digest(),
-        )
+        text = "the state was saved under another configuration (digest %016x, now %016x)"
+        log.warning(text, saved.digest, runtime.config.digest())
     for c in runtime.channels:
         c.load(saved.channels[c.channel.name], saved.step)
     runtime.go_to(saved.step, saved.begun)

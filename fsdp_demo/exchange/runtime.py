@@ -396,11 +396,8 @@ class StepRuntime:
         if not isinstance(bad, Tensor) and bad:
             self.host.prepare_gradients([False] * len(self.host.params))
             if self.topology.rank == 0:
-                log.warning(
-                    "%s: gradients of step %d are not finite (NaN or Inf): left out",
-                    self.topology.name,
-                    self.step + 1,
-                )
+                text = "%s: gradients of step %d are not finite (NaN or Inf): left out"
+                log.warning(text, self.topology.name, self.step + 1)
         self.status.gradients(bad, self.peers)
 
     def _mean_over_islands(self, value: float) -> float:
@@ -503,12 +500,8 @@ class StepRuntime:
                     if d.channel.name.split(".")[0] == c.channel.after:
                         d.anchor_here()
                 self.drift = drift(self.island, *c.moved)
-                log.info(
-                    "%s: drift %.3g before the average of step %d",
-                    self.topology.name,
-                    self.drift,
-                    at_step,
-                )
+                text = "%s: drift %.3g before the average of step %d"
+                log.info(text, self.topology.name, self.drift, at_step)
 
     def base_step(self) -> None:
         """The base optimizers' step on gradients that the exchange has made."""

@@ -239,12 +239,8 @@ class Watch:
             norms = [norm_of(h.norm) for h in headers]
             names = ", ".join(f"{peers.label_of(slots[j])} ({norms[j]:.2g})" for j in far)
             others = max((n for j, n in enumerate(norms) if j not in far), default=0.0)
-            log.warning(
-                "step %d: norm far from the others' (at most %.2g) on %s, left out",
-                step + 1,
-                others,
-                names,
-            )
+            text = "step %d: norm far from the others' (at most %.2g) on %s, left out"
+            log.warning(text, step + 1, others, names)
         mine = peers.slot in [slots[j] for j in (*bad, *far)]
         self._run = (self._run + 1.0) * mine
         # then no island has a state that this one could take over

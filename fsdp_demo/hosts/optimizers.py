@@ -122,15 +122,12 @@ def _warn_of_second_momentum(preset: str, optimizers: Sequence[torch.optim.Optim
     for optimizer in optimizers:
         first = max(group.get("betas", (0.0,))[0] for group in optimizer.param_groups)
         if first:
-            log.warning(
+            text = (
                 "preset %s keeps a momentum of gradients itself, and %s adds its own: betas[0]=%g. "
                 "With both, training learned little: use betas=(0.0, 0.95), or "
-                "fsdp_demo.base_optimizer%s",
-                preset,
-                type(optimizer).__name__,
-                first,
-                see("wrong-optimizer"),
+                "fsdp_demo.base_optimizer%s"
             )
+            log.warning(text, preset, type(optimizer).__name__, first, see("wrong-optimizer"))
 
 
 def materialise(optimizer: torch.optim.Optimizer) -> None:

@@ -111,13 +111,11 @@ class NotStepped:
         if self._dropped[index] < DROPPED and self._passes[index] < PASSES:
             return
         name = type(self._optimizers[index]).__name__
-        log.warning(
+        text = (
             "step() of the attached %s was not called once in %d backward passes: the exchange "
             "counts its steps alone, so exchange.step stays where it is, and nothing is "
             "exchanged. Attach the optimizer whose step() is called (optimizer.base_optimizer of "
-            "SAM and its kin)%s",
-            name,
-            self._passes[index],
-            see("base-optimizer"),
+            "SAM and its kin)%s"
         )
+        log.warning(text, name, self._passes[index], see("base-optimizer"))
         self.stop()

@@ -79,15 +79,13 @@ class Presence:
                 )
             elif not self._warned and not at.under(keys).get(record_key(known)):
                 self._warned = True
-                log.warning(
+                text = (
                     "the store at %s lacks record %d of this run's members: it was started from an "
                     "older copy of its file, and an island that is lost cannot come back. Start it "
                     "with the newest file, or stop all islands and start them from their "
-                    "checkpoints under a new ISLAND_RUN%s",
-                    self._topology.endpoint,
-                    known,
-                    see("store-made-anew"),
+                    "checkpoints under a new ISLAND_RUN%s"
                 )
+                log.warning(text, self._topology.endpoint, known, see("store-made-anew"))
 
         self.start()
         if self._pulse is not None:

@@ -177,13 +177,8 @@ def _separate_arguments(args: Any, topology: Topology) -> None:
     if args.should_save:
         os.makedirs(args.output_dir, exist_ok=True)
     if args.process_index == 0:
-        log.info(
-            "%s: output_dir is %s, run_name %s, data_seed %d",
-            topology.name,
-            args.output_dir,
-            args.run_name,
-            args.data_seed,
-        )
+        text = "%s: output_dir is %s, run_name %s, data_seed %d"
+        log.info(text, topology.name, args.output_dir, args.run_name, args.data_seed)
 
 
 def quieten(trainer: Trainer) -> None:
