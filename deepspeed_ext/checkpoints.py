@@ -37,17 +37,12 @@ from .checkpoint_methods import ReplicaCheckpoints, latest
 
 log = logging.getLogger("fsdp_demo")
 
-# What a replica that takes over needs of DeepSpeed: the engine's counters and scheduler at their
-# place, and the donor's `client_state`.
-
 OF_DEEPSPEED = set(
     "buffer_names param_shapes frozen_param_shapes shared_params frozen_param_fragments ds_config"
     " ds_version optimizer lr_scheduler sparse_tensor_module_names global_samples"
     " checkpoint_parallel_dimensions".split()
 )
-"""What deepspeed 0.19.8 leaves in the `client_state` that it returns, beside what the user has put
-there.
-"""
+"""What deepspeed 0.19.8 leaves in the `client_state` that it returns, beside that of users."""
 
 
 def advance(engine: Any, step: int) -> None:
@@ -148,9 +143,7 @@ class _Followed(ReplicaCheckpoints):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> Any:
-        """Save as DeepSpeed does, into `save_dir/<name of the replica>`, since all would write one
-        file. Within `outer_parameters` these are saved.
-        """
+        """Save as DeepSpeed does, into `save_dir/<name of the replica>`: else all write one file."""
         folder = folder_of(Path(save_dir), self.exchange.topology)
         return type(self.engine).save_16bit_model(
             self.engine, str(folder), save_filename, exclude_frozen_parameters
@@ -161,13 +154,11 @@ class _Followed(ReplicaCheckpoints):
         call it together, at the same step.
 
         Without a tag all load the newest that all hold whole, or each the newest of its own between
-        the same exchanges. An island that holds no whole one takes over from the others: parameters
-        and the exchange's shared state come from them, the engine's counters and scheduler go to
-        their step, and what is returned is a path in its own folder, where nothing is yet, and the
-        `client_state` of one of them as far as it is plain JSON. A replica that has joined a run
-        under way has what the others have: nothing is loaded. What another number of ranks has
-        saved is loaded as weights, and so the channels start anew, as from a checkpoint of plain
-        DeepSpeed in `root`.
+        the same exchanges. An island that holds no whole one takes over from the others: it has
+        their state at their step, and returns a path in its own folder, where nothing is yet, and
+        the `client_state` of one of them as far as it is plain JSON. A replica that has joined a
+        run under way loads nothing. What another number of ranks has saved is loaded as weights,
+        and the channels start anew, as from a checkpoint of plain DeepSpeed in `root`.
 
         Raises:
             ValueError: no checkpoint in common, one that is damaged, or of another preset or model.
@@ -221,15 +212,12 @@ class _Followed(ReplicaCheckpoints):
         if saved is not None and not without:
             state = self.world.together(lambda: saved.state_for(self.exchange), READS)
         elif self.first:
-            log.warning(
-                "%s was loaded %s: the channels start anew, from the weights of one replica",
-                place,
-                f"as weights alone, since {ranks} ranks saved it and {self.ranks.world} load it"
-                if unlike
-                else "without optimizer states"
-                if without
-                else "and holds no exchange state",
-            )
+            how = "without optimizer states" if without else "and holds no exchange state"
+            if unlike:
+                load = self.ranks.world
+                how = f"as weights alone, since {ranks} ranks saved it and {load} load it"
+            text = "%s was loaded %s: the channels start anew, from the weights of one replica"
+            log.warning(text, place, how)
         if tells:
             self._tell(manager, result[1] or {})
         self.exchange.rejoin(state, self.engine.global_steps, self.engine.module)
@@ -336,9 +324,7 @@ class _Followed(ReplicaCheckpoints):
 
 
 def _plain(root: Path, own: Path, tag: str | None) -> str:
-    """The tag of a checkpoint in `root` itself that is not this replica's: of DeepSpeed without an
-    exchange, or of one replica where there are several now. "" for none.
-    """
+    """The tag of a checkpoint of plain DeepSpeed, or of a single replica, in `root`; else ""."""
     name = tag or latest(root) or ""
     there = bool(name) and any((root / name).glob("*model_states.pt"))
     return name if there and (root != own or not (root / name / PARTS).is_dir()) else ""

@@ -25,8 +25,6 @@ from ..config.channel import Channel, covers, tensor_layout_kind
 from ..hosts.base import TrainingHost
 from ..rendezvous.position import ShardPosition
 
-# ---- where channels stand on one rank ------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -190,8 +188,7 @@ class LocalChannel:
         self.enter(step)
 
     def restart(self, indices: Collection[int]) -> None:
-        """Begin anew for the tensors with these indices (in the host's `params`): zero accumulator
-        and momentum, anchor at the parameters as they are now."""
+        """Begin anew, as `start`, for the tensors with these indices (in the host's `params`)."""
         mine = [k for k, i in enumerate(self.covered) if i in indices]
         self.present = [there and k not in mine for k, there in enumerate(self.present)]
         now = self.pack("parameter") if self.anchor is not None else None
@@ -217,8 +214,8 @@ class LocalChannel:
         return {name for name, kept in found.items() if kept}
 
     def refuse_unlike(self, saved: Collection[str], step: int) -> None:
-        """Raise ValueError if a state of `step` with these workspaces belongs to another preset.
-        Where a loss has cut off the last exchange they are those of the step before.
+        """Raise ValueError if these workspaces, of `step` or of the one before (a loss had cut off
+        the last exchange), belong to another preset.
         """
         known = self.keeps(step), self.keeps(step - 1)
         if self.layout is not None and set(saved) not in known:
@@ -229,9 +226,8 @@ class LocalChannel:
             )
 
     def enter(self, step: int) -> None:
-        """Take the settings of the stage in which `step` lies. Where they are the first with an
-        accumulator, that begins at zero. So does the outer momentum, at the first step at which a
-        message of this stage may land.
+        """Take the settings of the stage in which `step` lies. Its first accumulator begins at
+        zero; so does outer momentum, when the first message of this stage may land.
         """
         sends, lands = self.stage(step), self.stage(step - self.channel.schedule.delay)
         if sends != self._sends:
@@ -320,8 +316,7 @@ class LocalChannel:
 
     def state(self) -> ChannelState:
         """What is kept between exchanges: workspaces (no copies) and the gradients ever seen."""
-        if self._home != self.host.device:
-            # copies to the host may still be under way
+        if self._home != self.host.device:  # copies to the host may still be under way
             synchronize(self.host.device)
         return ChannelState(
             list(self.present), self.accumulator, self.anchor, self.momentum, self.written

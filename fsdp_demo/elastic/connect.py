@@ -83,16 +83,12 @@ def starting_peers(
     user: PeerUser | None = None,
 ) -> PeerGroup:
     """Meet the other islands that begin a run, or the other replicas of a mesh (`Meeting.ranks`),
-    all at once.
+    all at once. Raises as `zeromq.ZeroMQ.open`.
 
     Args:
         meeting: of the peer group: `rank` and `size` are slots; `prefix` is that of all peer
             groups.
         open_store: a connection of its own, below the keys of the meeting.
-        user: what the user gives the peer group.
-
-    Raises:
-        ValueError, PeerLost: see `zeromq.ZeroMQ.open`.
     """
     poller = new_poller(meeting, place)
     try:

@@ -215,7 +215,7 @@ class Following:
         base: the first message that this island takes part in, if it is of a step; None while it is
             not planned.
         next: the number of the next message.
-        outdated: the others have reset parameters since the snapshot (`exchange/reset.py`).
+        outdated: the others have reset parameters since the snapshot (`Exchange.reset`).
     """
 
     def __init__(

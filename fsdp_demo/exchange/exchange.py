@@ -28,7 +28,7 @@ from ..hosts.base import TrainingHost
 from ..rendezvous.sibling_watch import collective
 from ..rendezvous.topology import Topology
 from ..status import leave, status_of
-from . import assembly, finish, leaving, replay, reset, resume, startup, summary
+from . import assembly, finish, leaving, replay, resume, startup, summary
 from .assembly import Phases
 from .consensus import IslandConsensus
 from .first_step import FirstStep, refuse_unknown
@@ -332,7 +332,7 @@ class Exchange(Readings):
         refuse_shown(self.shows_result, "reset()")
         self._runtime.check_usable()
         self.catch_up()
-        reset.reset(self._runtime, parameters)
+        finish.reset(self._runtime, parameters)
         self.accept_parameters()
 
     @torch.no_grad()

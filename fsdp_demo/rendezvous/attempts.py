@@ -66,10 +66,7 @@ def join(topology: Replica, store: Store | None = None) -> Pulse:
     call, and told to the others.
 
     An island that a supervisor has started again, and that finds the run finished by the others,
-    ends with status 0: it is not needed.
-
-    Args:
-        store: a connection that may be used for it.
+    ends with status 0: it is not needed. store: a connection that may be used for it.
 
     Raises:
         ValueError: the run has finished, or a process that lives plays the same island.

@@ -82,10 +82,7 @@ class IslandGroup(Ranks):
         repeats: Sequence[int] = (),
     ) -> float | Tensor:
         """Scale local gradients in place so that their norm over all shards is at most `limit`
-        (None: leave them); say if it is finite.
-
-        The same formula as `torch.nn.utils.clip_grad_norm_`: factor limit / (norm + 1e-6), at most
-        1.
+        (None: leave them), as `torch.nn.utils.clip_grad_norm_` does; say if it is finite.
 
         Args:
             across: makes a mean over the islands of the squared norm, on the host. Without it

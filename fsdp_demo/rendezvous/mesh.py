@@ -19,7 +19,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from hashlib import blake2b
 
@@ -30,6 +30,7 @@ from ..files import to_json
 from ..net.address import interface_addresses
 from ..net.link import Link
 from ..peers.zeromq import Meeting
+from ..store.client import Store
 from .position import Replica
 
 log = logging.getLogger("fsdp_demo")
@@ -87,13 +88,9 @@ def mesh_peers(topology: Replica, link: Link | None, user: PeerUser | None = Non
     store = t.open_store().under(f"fsdp_demo/peers/{t.meets_at}")
     keys = [f"life/{i}" for i in range(t.islands)]
     store.set(keys[t.island], own)
-    what = f"the addresses of {counted(t.islands, 'island')}"
     while True:
-        notes = store.gather(
-            "life", range(t.islands), str, t.timeout, what, label=lambda i, _: f"{i} ({names[i]})"
-        )
-        words = [to_json(word) for word in notes.values()]
-        name = blake2b(" ".join(notes.values()).encode(), digest_size=24).hexdigest()
+        words = _words(store, names, t.timeout)
+        name = blake2b(" ".join(words).encode(), digest_size=24).hexdigest()
 
         def goes_on(waited_for: str, words: list[str] = words) -> None:
             now = store.get_all(keys)
@@ -120,3 +117,12 @@ def mesh_peers(topology: Replica, link: Link | None, user: PeerUser | None = Non
         with suppress(StoreSilent):  # it saves a replica that comes again a try with an old word
             store.compare_set(keys[t.island], own, "")
         return peers
+
+
+def _words(store: Store, names: Mapping[int, str], timeout: float) -> list[str]:
+    """The words of all replicas, as the store holds them, once all have come."""
+    what = f"the addresses of {counted(len(names), 'island')}"
+    found = store.gather(
+        "life", range(len(names)), str, timeout, what, label=lambda i, _: f"{i} ({names[i]})"
+    )
+    return [to_json(word) for word in found.values()]

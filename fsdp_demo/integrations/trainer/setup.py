@@ -139,11 +139,8 @@ def refuse(trainer: Trainer, config: ExchangeConfig) -> None:
     ]
     for wrong, text in checks:
         if wrong:
-            raise ValueError(
-                f"ExchangeCallback found {text}"
-                if not text.startswith("preset")
-                else f"ExchangeCallback: {text}"
-            )
+            says = ":" if text.startswith("preset") else " found"
+            raise ValueError(f"ExchangeCallback{says} {text}")
 
 
 def separate(trainer: Any, topology: Topology) -> None:
@@ -215,28 +212,15 @@ def check_best(exchange: Exchange, args: Any, steps: range) -> None:
     Raises:
         ValueError: at one of these steps replicas hold parameters of their own; says what to set.
     """
-    moving = [c.channel for c in exchange.channels if c.channel.writes_parameters]
-    for channel in moving:
-        wrong = [
-            s
-            for s in steps
-            if not (
-                channel.equal_after_exchange
-                and channel.schedule.delay == 0
-                and channel.schedule.due(s - 1)
-            )
-        ]
+    for channel in (c.channel for c in exchange.channels if c.channel.writes_parameters):
+        schedule = channel.schedule
+        equal = channel.equal_after_exchange and not schedule.delay
+        wrong = [s for s in steps if not (equal and schedule.due(s - 1))]
         if wrong:
-            cure = (
-                "make eval_steps and save_steps multiples of its period "
-                f"({channel.schedule.sync_every})"
-            )
-            if (
-                not channel.equal_after_exchange
-                or channel.schedule.delay
-                or channel.schedule.offset
-            ):
-                cure = "set load_best_model_at_end=False"
+            cure = "set load_best_model_at_end=False"
+            if equal and not schedule.offset:
+                period = schedule.sync_every
+                cure = f"make eval_steps and save_steps multiples of its period ({period})"
             raise ValueError(
                 f"load_best_model_at_end: after step {wrong[0]} a checkpoint holds this island's "
                 "own parameters, evaluation shows the "

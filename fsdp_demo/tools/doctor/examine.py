@@ -41,16 +41,12 @@ def examine(
     step_seconds: float | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Examination:
-    """Examine the islands of a run; all of them call it.
+    """The facts and measurements of all islands of a run; all of them call it.
 
     Args:
-        topology: topology of this island, of a kind that meets at a store, or single.
         seconds: seconds that the measurement of the links may take.
         disk_mb_s, step_seconds: measurements of this island's disk and training step, or None.
         say: gets a line at the begin of each phase.
-
-    Returns:
-        The facts and measurements of all islands, the same on each of them.
 
     Raises:
         PeerLost: no store, or an island did not come. ValueError: see `SharedNotes`.
