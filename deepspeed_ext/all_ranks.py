@@ -41,7 +41,6 @@ def by_value(values: Sequence[str]) -> str:
     """The distinct values of all ranks as text, each with the ranks that have it.
 
     Example:
-        >>> from deepspeed_ext.all_ranks import by_value
         >>> by_value(["8", "8", "8", "4"])
         '8 on ranks 0-2; 4 on rank 3'
     """

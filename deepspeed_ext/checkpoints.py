@@ -143,7 +143,7 @@ class _Followed(ReplicaCheckpoints):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> Any:
-        """Save as DeepSpeed does, into `save_dir/<name of the replica>`: else all write one file."""
+        """Save as DeepSpeed, into `save_dir/<name of the replica>`, as all write one file."""
         folder = folder_of(Path(save_dir), self.exchange.topology)
         return type(self.engine).save_16bit_model(
             self.engine, str(folder), save_filename, exclude_frozen_parameters

@@ -241,7 +241,6 @@ def pieces(shape: Sequence[int], start: int, numel: int) -> Iterator[tuple[int, 
     the tensor's dims, the rest is flat.
 
     Example:
-        >>> from deepspeed_ext.zero_params import pieces
         >>> list(pieces((4, 3), 2, 8))
         [(2, (1,)), (3, (2, 3)), (9, (1,))]
     """

@@ -19,7 +19,6 @@ def see(anchor: str) -> str:
     """The end of a message whose cause and cure stand in PAGE, in the section with this anchor.
 
     Example:
-        >>> from fsdp_demo.errors import see
         >>> see("no-store")
         ' (docs/troubleshooting.md#no-store)'
     """
@@ -30,7 +29,6 @@ def counted(number: int, word: str, plural: str = "") -> str:
     """`1 shard`, `2 shards`; `plural` where it is not the word with an s.
 
     Example:
-        >>> from fsdp_demo.errors import counted
         >>> counted(1, "copy", "copies"), counted(1000, "step")
         ('1 copy', '1,000 steps')
     """
@@ -41,7 +39,6 @@ def first_few(names: Sequence[str], most: int = 4) -> str:
     """The first names of many.
 
     Example:
-        >>> from fsdp_demo.errors import first_few
         >>> first_few(["a", "b"]), first_few(["a", "b", "c"], most=2)
         ('a, b', 'a, b ...')
     """
@@ -52,7 +49,6 @@ def size(count: float) -> str:
     """A number of bytes in decimal units, with three digits.
 
     Example:
-        >>> from fsdp_demo.errors import size
         >>> size(999), size(11_900_000)
         ('999 B', '11.9 MB')
     """

@@ -26,7 +26,6 @@ def layer_of(name: str) -> int | None:
     (embedding, head, last norm).
 
     Example:
-        >>> from fsdp_demo.config.fragments import layer_of
         >>> layer_of("model.layers.3.mlp.up_proj.weight"), layer_of("lm_head.weight")
         (3, None)
     """

@@ -243,7 +243,6 @@ def read_yaml(text: str, where: str) -> Any:
             nested.
 
     Example:
-        >>> from fsdp_demo.config.parsing import read_yaml
         >>> read_yaml("preset: demo", "a.yaml")
         {'preset': 'demo'}
     """

@@ -57,7 +57,6 @@ class MessageLayout:
         >>> from fsdp_demo.channels.codec import ChannelCodec
         >>> from fsdp_demo.compression.blocks import Layout
         >>> from fsdp_demo.config.channel import Channel
-        >>> from fsdp_demo.exchange.message import MessageLayout
         >>> layout = Layout([(3,), (5,)], ["dense", "dense"])
         >>> section = ChannelCodec(layout, Channel("gradient", "gradient"), size=2)
         >>> message = MessageLayout([section])

@@ -182,7 +182,6 @@ class Memory:
 
     Example:
         >>> from fsdp_demo import preset
-        >>> from fsdp_demo.exchange.plan import plan_memory
         >>> found = plan_memory(preset("diloco"), [("layers.0.weight", (1024, 1024))], islands=2)
         >>> found.per_parameter("device_state")  # anchor and outer momentum
         8.0

@@ -38,7 +38,6 @@ class Activity:
         seconds: of standing still so far.
 
     Example:
-        >>> from fsdp_demo.exchange.readings import Activity
         >>> Activity("sending", (1, 2)).text, Activity("waiting", (2,)).text, Activity().text
         ('sending to 1, 2', 'waiting for 2', 'training')
     """

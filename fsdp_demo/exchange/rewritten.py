@@ -53,7 +53,6 @@ def odd_ones(totals: Sequence[int | None]) -> list[int]:
     has a majority. None: not compared.
 
     Example:
-        >>> from fsdp_demo.exchange.rewritten import odd_ones
         >>> odd_ones([7, 7, 9]), odd_ones([7, 9]), odd_ones([7, None])
         ([2], [0, 1], [])
     """

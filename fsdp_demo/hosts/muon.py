@@ -130,7 +130,6 @@ def adamw_rate(lr: float) -> float:
     """The rate of the AdamW part beside Muon at `lr`: 4e-4 at the published one.
 
     Example:
-        >>> from fsdp_demo.hosts.muon import adamw_rate
         >>> adamw_rate(0.0224)
         0.0004
     """

@@ -236,7 +236,6 @@ def tracked(exchange: Any) -> dict[str, float]:
 
     Example:
         >>> import torch, fsdp_demo
-        >>> from fsdp_demo.runlog.record import tracked
         >>> model = torch.nn.Linear(4, 4)
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         >>> exchange = fsdp_demo.attach(optimizer, "diloco", model=model)

@@ -9,7 +9,6 @@ def short(count: float) -> str:
     """A count with a decimal prefix.
 
     Example:
-        >>> from fsdp_demo.runlog.words import short
         >>> short(950), short(409_600), short(1_250_000_000)
         ('950', '410 k', '1.25 G')
     """
@@ -24,7 +23,6 @@ def times(ratio: float) -> str:
     """A ratio with three digits and an `x`.
 
     Example:
-        >>> from fsdp_demo.runlog.words import times
         >>> times(2.734), times(50), times(2641.3)
         ('2.73 x', '50 x', '2,640 x')
     """
@@ -35,7 +33,6 @@ def duration(seconds: float) -> str:
     """Seconds in the unit that fits.
 
     Example:
-        >>> from fsdp_demo.runlog.words import duration
         >>> duration(8.25), duration(340), duration(7500)
         ('8.2 s', '5 min 40 s', '2 h 05 min')
     """

@@ -101,7 +101,6 @@ def equal_layers(parameters: int, layers: int) -> Tensors:
     else; what simulations in papers assume.
 
     Example:
-        >>> from fsdp_demo.tools.planner.models import equal_layers
         >>> equal_layers(5001, 2)[:2]
         [('layers.0.weight', (2, 1024)), ('layers.0.rest', (453,))]
     """
@@ -140,7 +139,6 @@ def load(name: str) -> Tensors:
         ValueError: nothing of the kind is known or reachable; names the nearest known models.
 
     Example:
-        >>> from fsdp_demo.tools.planner.models import load
         >>> load("tiny")[0]
         ('model.embed_tokens.weight', (258, 128))
     """
