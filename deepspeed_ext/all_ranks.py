@@ -40,9 +40,8 @@ def _device() -> torch.device:
 def by_value(values: Sequence[str]) -> str:
     """The distinct values of all ranks as text, each with the ranks that have it.
 
-    Example:
-        >>> by_value(["8", "8", "8", "4"])
-        '8 on ranks 0-2; 4 on rank 3'
+    >>> by_value(["8", "8", "8", "4"])
+    '8 on ranks 0-2; 4 on rank 3'
     """
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):

@@ -53,10 +53,9 @@ def status_of(error: BaseException | None) -> int:
     """The status of a process that this error ends: 75 where others or the store caused it and no
     save has failed, 78 where a person must decide, else 1.
 
-    Example:
-        >>> errors = PeerLost("island 1"), NeedsDecision("which step?"), RuntimeError("a bug")
-        >>> [status_of(error) for error in errors]
-        [75, 78, 1]
+    >>> errors = PeerLost("island 1"), NeedsDecision("which step?"), RuntimeError("a bug")
+    >>> [status_of(error) for error in errors]
+    [75, 78, 1]
     """
     if isinstance(error, NeedsDecision):
         return DECIDE

@@ -39,12 +39,6 @@ class Placement:
             default group).
         islands: number of replicas.
         home: device on which anchor and outer momentum are kept; None: with the shards.
-
-    Example:
-        >>> from fsdp_demo.rendezvous.position import ShardPosition
-        >>> position = ShardPosition(num_copies=2, copy=1)
-        >>> Placement(None, position, active_copies=1).active_copy is None
-        True
     """
 
     host: TrainingHost

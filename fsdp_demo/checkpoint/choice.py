@@ -113,10 +113,9 @@ def present(held: Held, slots: Sequence[int]) -> list[bool]:
     A newcomer that had not taken part yet does not count, be it the one that saved last: what it
     holds from before it was lost would drag the others back. `slots` are the islands' numbers.
 
-    Example:
-        >>> at = HeldCheckpoint
-        >>> present([[at(30, participants="[0, 1]")], [at(20)], [at(10)]], range(3))
-        [True, True, False]
+    >>> at = HeldCheckpoint
+    >>> present([[at(30, participants="[0, 1]")], [at(20)], [at(10)]], range(3))
+    [True, True, False]
     """
     newest = max((h for each in held for h in each), key=_step)
     then = json.loads(newest.participants or "null") or slots
@@ -229,9 +228,8 @@ def superfluous(
         keep: as many of the newest stay; None or 0: all.
         best: the step of the best model, which stays.
 
-    Example:
-        >>> superfluous([10, 20, 30, 40, 50], common=40, keep=1, best=10)
-        [20, 30]
+    >>> superfluous([10, 20, 30, 40, 50], common=40, keep=1, best=10)
+    [20, 30]
     """
     return [s for s in steps[:-keep] if s < common and s != best] if keep else []
 

@@ -34,10 +34,9 @@ class AutoConfig(ExchangeConfig):
         measured: steps until the choice, 3 or more.
         given: the settings of `KEPT` that were set; `changed` adds to them.
 
-    Example:
-        >>> from fsdp_demo import preset
-        >>> preset("auto", target=0.9).target
-        0.9
+    >>> from fsdp_demo import preset
+    >>> preset("auto", target=0.9).target
+    0.9
     """
 
     target: float = 0.95

@@ -242,9 +242,8 @@ def read_yaml(text: str, where: str) -> Any:
             too deeply; or a key that stands twice, be it once dotted (`codec.topk`) and once
             nested.
 
-    Example:
-        >>> read_yaml("preset: demo", "a.yaml")
-        {'preset': 'demo'}
+    >>> read_yaml("preset: demo", "a.yaml")
+    {'preset': 'demo'}
     """
     if len(text) > LONGEST:
         raise ValueError(f"{where} has {len(text):,} characters, allowed are {LONGEST:,}")

@@ -52,16 +52,6 @@ class MessageLayout:
         sections: by the name of the channel.
         body_bytes: presence bits and sections; num_bytes: with the header.
         vectors: length and code of each vector that is reduced.
-
-    Example:
-        >>> from fsdp_demo.channels.codec import ChannelCodec
-        >>> from fsdp_demo.compression.blocks import Layout
-        >>> from fsdp_demo.config.channel import Channel
-        >>> layout = Layout([(3,), (5,)], ["dense", "dense"])
-        >>> section = ChannelCodec(layout, Channel("gradient", "gradient"), size=2)
-        >>> message = MessageLayout([section])
-        >>> message.num_bytes, message.body_bytes, message.vectors
-        (57, 1, [(8, 'fp32')])
     """
 
     def __init__(self, sections: Sequence[ChannelCodec]):

@@ -180,11 +180,10 @@ class Memory:
         device_flight, host_flight: kept while payloads are under way, at most.
         device_workspace, host_workspace: taken by a step on top, at most.
 
-    Example:
-        >>> from fsdp_demo import preset
-        >>> found = plan_memory(preset("diloco"), [("layers.0.weight", (1024, 1024))], islands=2)
-        >>> found.per_parameter("device_state")  # anchor and outer momentum
-        8.0
+    >>> from fsdp_demo import preset
+    >>> found = plan_memory(preset("diloco"), [("layers.0.weight", (1024, 1024))], islands=2)
+    >>> found.per_parameter("device_state")  # anchor and outer momentum
+    8.0
     """
 
     parameters: int

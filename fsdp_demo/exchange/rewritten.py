@@ -52,9 +52,8 @@ def odd_ones(totals: Sequence[int | None]) -> list[int]:
     """Indices of the replicas whose sum is not that of more than half of them; all, where no sum
     has a majority. None: not compared.
 
-    Example:
-        >>> odd_ones([7, 7, 9]), odd_ones([7, 9]), odd_ones([7, None])
-        ([2], [0, 1], [])
+    >>> odd_ones([7, 7, 9]), odd_ones([7, 9]), odd_ones([7, None])
+    ([2], [0, 1], [])
     """
     known = [t for t in totals if t is not None]
     if len(set(known)) < 2:

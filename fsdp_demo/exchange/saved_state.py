@@ -32,11 +32,10 @@ class History:
         early: those of `slots` whose part in the last exchange came early: they had left, and have
             not applied it.
 
-    Example:
-        >>> one, two = History(3), History(3)
-        >>> one.hear(7, (0, 1, 2)); two.hear(7, (0, 2))
-        >>> one.digest == BEGUN, two.digest == BEGUN
-        (True, False)
+    >>> one, two = History(3), History(3)
+    >>> one.hear(7, (0, 1, 2)); two.hear(7, (0, 2))
+    >>> one.digest == BEGUN, two.digest == BEGUN
+    (True, False)
     """
 
     islands: int

@@ -129,9 +129,8 @@ def _split(named: list[Any], adamw: tuple[str, ...]) -> tuple[list[Any], list[An
 def adamw_rate(lr: float) -> float:
     """The rate of the AdamW part beside Muon at `lr`: 4e-4 at the published one.
 
-    Example:
-        >>> adamw_rate(0.0224)
-        0.0004
+    >>> adamw_rate(0.0224)
+    0.0004
     """
     return 4e-4 * lr / PUBLISHED
 

@@ -234,13 +234,12 @@ def tracked(exchange: Any) -> dict[str, float]:
     """The island's metrics as trackers get them: `exchange/NAME`. A collective of the island: all
     its ranks call it together.
 
-    Example:
-        >>> import torch, fsdp_demo
-        >>> model = torch.nn.Linear(4, 4)
-        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        >>> exchange = fsdp_demo.attach(optimizer, "diloco", model=model)
-        >>> tracked(exchange)["exchange/bytes_sent"]
-        0
+    >>> import torch, fsdp_demo
+    >>> model = torch.nn.Linear(4, 4)
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    >>> exchange = fsdp_demo.attach(optimizer, "diloco", model=model)
+    >>> tracked(exchange)["exchange/bytes_sent"]
+    0
     """
     found = {f"{PREFIX}{name}": value for name, value in exchange.totals().items()}
     for channel, share in exchange.kept_energy().items():

@@ -100,9 +100,8 @@ def equal_layers(parameters: int, layers: int) -> Tensors:
     """A model of `parameters` values in `layers` layers of equal size (to one value), and nothing
     else; what simulations in papers assume.
 
-    Example:
-        >>> equal_layers(5001, 2)[:2]
-        [('layers.0.weight', (2, 1024)), ('layers.0.rest', (453,))]
+    >>> equal_layers(5001, 2)[:2]
+    [('layers.0.weight', (2, 1024)), ('layers.0.rest', (453,))]
     """
     if layers < 1 or parameters < layers:
         raise ValueError(
@@ -138,9 +137,8 @@ def load(name: str) -> Tensors:
     Raises:
         ValueError: nothing of the kind is known or reachable; names the nearest known models.
 
-    Example:
-        >>> load("tiny")[0]
-        ('model.embed_tokens.weight', (258, 128))
+    >>> load("tiny")[0]
+    ('model.embed_tokens.weight', (258, 128))
     """
     path = Path(name)
     short = _TUNED.sub("", name.rpartition("/")[2].lower())
