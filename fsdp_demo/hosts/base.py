@@ -124,7 +124,8 @@ class TrainingHost(ABC):
 
     @abstractmethod
     def commit(self, model: torch.nn.Module | None = None) -> None:
-        """Let the model see what was written; all ranks of the island call it together."""
+        """Let the model (where it is not known, `model`) see what was written into the local
+        parameters. All ranks of the island call it together."""
 
     @abstractmethod
     def outside(self, model: torch.nn.Module) -> list[str]:
