@@ -46,7 +46,7 @@ OF_DEEPSPEED = set(
 
 
 def advance(engine: Any, step: int) -> None:
-    """Set counters and scheduler of an engine that has taken over as after `step` steps."""
+    """Set an engine's counters and scheduler to `step`, as if it had taken the steps up to there."""
     taken = step - engine.global_steps
     if not taken:
         return

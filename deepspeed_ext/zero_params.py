@@ -185,7 +185,9 @@ class ZeroHost(TrainingHost):
         self.partitions.step()
 
     def commit(self, model: torch.nn.Module | None = None) -> None:
-        """Push the masters to the model's parameters (stages 1, 2: a gather in the island)."""
+        """Push the masters to the model's parameters: stages 1 and 2 gather them inside the island,
+        stage 3 its persistent ones.
+        """
         with torch.no_grad():
             self.partitions.push()
 
@@ -218,7 +220,10 @@ class ZeroHost(TrainingHost):
 
     def shard_position(self, rank: int, world: int) -> ShardPosition:
         """This rank's place among the shards: one per rank of ZeRO's data-parallel group, no
-        copies. Raises ValueError: the group is not the island.
+        copies.
+
+        Raises:
+            ValueError: the group is not the island.
         """
         group = self.engine.seq_data_parallel_group
         shards, shard = comm.get_world_size(group=group), comm.get_rank(group=group)

@@ -112,8 +112,10 @@ class SavedExchange(PartSet):
 
     def check(self, exchange: Exchange) -> dict[str, Any]:
         """Refuse what `exchange` cannot take over, by the heads alone; returns the head of its own
-        rank, were it saved now. Raises ValueError: another preset or model, parameters that are no
-        longer fp32 or now are.
+        rank, were it saved now.
+
+        Raises:
+            ValueError: another preset or model, parameters that are no longer fp32 or now are.
         """
         mine = describe_part(exchange)
         for h in self.heads:
@@ -153,8 +155,10 @@ class SavedExchange(PartSet):
 
 def load_exchange(folder: Path | str) -> SavedExchange:
     """Read the heads of all parts in a folder, which may also hold a folder per replica (a mesh).
-    Raises ValueError: no parts; parts that are half-written, damaged, of another format, or of
-    several checkpoints.
+
+    Raises:
+        ValueError: no parts; parts that are half-written, damaged, of another format, or of
+            several checkpoints.
     """
     folder = Path(folder)
     paths = sorted([*folder.glob("rank*.json"), *folder.glob("*/rank*.json")])

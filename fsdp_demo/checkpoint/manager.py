@@ -128,8 +128,10 @@ class CheckpointManager:
 
     def held(self, name: str = "") -> list[HeldCheckpoint]:
         """What the replica can resume from, the same list on all its ranks. What is not complete is
-        named in the log, and what is of a newer release refused. name: look into the folder of this
-        name only.
+        named in the log, and what is of a newer release refused.
+
+        Args:
+            name: look into the folder of this name only.
         """
         notes, self.damaged = self.ranks.from_first(lambda: self._held(name))
         if self._sharers < self.ranks.world:  # nodes with a disk each
@@ -160,7 +162,9 @@ class CheckpointManager:
         return [h.note() for h in out.values()], "; ".join(bad[-2:])
 
     def adopt(self) -> None:
-        """Delete saves cut off, take back checkpoints put aside; all ranks come together."""
+        """Delete saves that were cut off, and take back checkpoints that an earlier start has put
+        aside without getting to a common one. All ranks of the replica come together.
+        """
         self._once_per_disk(self._adopt)
 
     def _adopt(self) -> None:
@@ -173,8 +177,10 @@ class CheckpointManager:
 
     def verify(self, folder: Path) -> None:
         """Compare all checksums of a checkpoint, this replica's or another's, each rank its share.
-        All ranks of the replica come together. Raises ValueError: on every rank, if a file is
-        damaged.
+        All ranks of the replica come together.
+
+        Raises:
+            ValueError: on every rank, if a file is damaged.
         """
         share = self._number, self._sharers
         mine = self.ranks.together(lambda: folders.damaged(folder, *share), str(folder))
@@ -418,8 +424,10 @@ class CheckpointManager:
         self, held: list[HeldCheckpoint], how: str, name: str = "", **same: Any
     ) -> ResumePoint | None:
         """From where this island goes on, by `CheckpointRegistry.choose`; None where no island has
-        a checkpoint. All ranks of all islands come together. held: what `held` said, with the same
-        `name`. how, same: as for `choose`.
+        a checkpoint. All ranks of all islands come together.
+
+        Args:
+            held: what `held` said, with the same `name`. how, same: as for `choose`.
         """
         of = self.topology
         about = {"place": place(self.root), "damaged": self.damaged}
@@ -437,8 +445,10 @@ class CheckpointManager:
 
     def own(self, step: int | None = None, given_up: bool = False) -> None:
         """Make this life the owner of the folder, and put aside what is newer than `step`. All
-        ranks of the replica come together. given_up: a person named that step: see
-        `folders.put_aside`.
+        ranks of the replica come together.
+
+        Args:
+            given_up: a person named that step: see `folders.put_aside`.
         """
         self._fence.take(self.ranks, not self._number)
         if step is not None:

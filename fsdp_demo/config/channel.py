@@ -121,7 +121,9 @@ class Channel:
     # ---- what changes in the run ---------------------------------------------------------------
 
     def stages(self) -> list[tuple[int, Channel]]:
-        """(first step, channel from there) of the channel, and of phases that begin at a step."""
+        """(first step, channel as it is from there on) of the channel and of each of its phases; a
+        phase that begins at a share of the run, not at a step, is left out.
+        """
         first = [(0, replace(self, later=()) if self.later else self)]
         return first + [(int(p.begin), self.under(p)) for p in self.later if p.begin >= 1]
 
@@ -152,7 +154,9 @@ class Channel:
 
     @property
     def target(self) -> str:
-        """The tensors that it reads and writes, as a host's `tensors` calls them."""
+        """The tensors that the channel reads and writes, as a host's `tensors` calls them: a delta
+        is read from the parameters.
+        """
         return "parameter" if self.source == "delta" else self.source
 
     @property

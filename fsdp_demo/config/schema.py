@@ -186,7 +186,9 @@ class ExchangeConfig:
 
     @property
     def equal_after_exchange(self) -> bool:
-        """Whether replicas are equal right after an exchange of the slowest channel."""
+        """Whether all replicas hold equal parameters right after an exchange of the slowest
+        parameter channel.
+        """
         return bool(self._training) and all(c.equal_after_exchange for c in self._training)
 
     @property

@@ -20,10 +20,11 @@ class IslandConsensus:
     """The collectives of `Exchange.across_islands`. All ranks of all islands call the same one at
     the same step.
 
-    >>> import torch, fsdp_demo
-    >>> exchange = fsdp_demo.attach(torch.optim.AdamW(torch.nn.Linear(2, 2).parameters()), "diloco")
-    >>> exchange.across_islands.mean([1.0, 2.0]), exchange.across_islands.all_equal({"eval_steps": 100})
-    ([1.0, 2.0], True)
+    Example:
+        >>> import torch, fsdp_demo
+        >>> exchange = fsdp_demo.attach(torch.optim.AdamW(torch.nn.Linear(2, 2).parameters()), "diloco")
+        >>> exchange.across_islands.mean([1.0, 2.0]), exchange.across_islands.all_equal({"eval_steps": 100})
+        ([1.0, 2.0], True)
     """  # noqa: E501
 
     def __init__(self, queue: InFlightQueue, island: IslandGroup, step: Callable[[], int]):

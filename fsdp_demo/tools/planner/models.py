@@ -100,8 +100,10 @@ def equal_layers(parameters: int, layers: int) -> Tensors:
     """A model of `parameters` values in `layers` layers of equal size (to one value), and nothing
     else; what simulations in papers assume.
 
-    >>> equal_layers(5001, 2)[:2]
-    [('layers.0.weight', (2, 1024)), ('layers.0.rest', (453,))]
+    Example:
+        >>> from fsdp_demo.tools.planner.models import equal_layers
+        >>> equal_layers(5001, 2)[:2]
+        [('layers.0.weight', (2, 1024)), ('layers.0.rest', (453,))]
     """
     if layers < 1 or parameters < layers:
         raise ValueError(
@@ -137,8 +139,10 @@ def load(name: str) -> Tensors:
     Raises:
         ValueError: nothing of the kind is known or reachable; names the nearest known models.
 
-    >>> load("tiny")[0]
-    ('model.embed_tokens.weight', (258, 128))
+    Example:
+        >>> from fsdp_demo.tools.planner.models import load
+        >>> load("tiny")[0]
+        ('model.embed_tokens.weight', (258, 128))
     """
     path = Path(name)
     short = _TUNED.sub("", name.rpartition("/")[2].lower())
