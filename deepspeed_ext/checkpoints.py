@@ -46,7 +46,7 @@ OF_DEEPSPEED = set(
 
 
 def advance(engine: Any, step: int) -> None:
-    """Set an engine's counters and scheduler to `step`, as if it had taken the steps up to there."""
+    """Set an engine's counters and scheduler to `step`, as if it had taken all steps up to it."""
     taken = step - engine.global_steps
     if not taken:
         return
