@@ -28,9 +28,7 @@ def replica(engine: Any) -> Ranks:
 
 
 def local_ranks() -> int:
-    """Ranks per node as the launcher says (torchrun, accelerate: LOCAL_WORLD_SIZE; deepspeed:
-    LOCAL_SIZE); 0 if it does not.
-    """
+    """Ranks per node as the launcher says (LOCAL_WORLD_SIZE or LOCAL_SIZE); 0 if it does not."""
     text = (os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "").strip()
     return int(text) if text.isascii() and text.isdigit() else 0
 
@@ -42,10 +40,8 @@ def _device() -> torch.device:
 def by_value(values: Sequence[str]) -> str:
     """The distinct values of all ranks as text, each with the ranks that have it.
 
-    Example:
-        >>> from deepspeed_ext.all_ranks import by_value
-        >>> by_value(["8", "8", "8", "4"])
-        '8 on ranks 0-2; 4 on rank 3'
+    >>> by_value(["8", "8", "8", "4"])
+    '8 on ranks 0-2; 4 on rank 3'
     """
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):

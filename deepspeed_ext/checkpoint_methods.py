@@ -64,10 +64,8 @@ class ReplicaCheckpoints:
         self.first = self.ranks.rank == 0
 
     def install(self) -> None:
-        """Replace the engine's own methods.
-
-        Raises:
-            ValueError: the engine writes its files in the background.
+        """Replace the engine's own methods. Raises ValueError: the engine writes its files in the
+        background.
         """
         engine = self.engine
         if engine.checkpoint_engine.is_decoupled():
@@ -162,9 +160,7 @@ class ReplicaCheckpoints:
             self.world.together(lambda: write() if self.first else None, str(folder / "latest"))
 
     def load_from(self, folder: Path, tag: str | None, options: dict[str, Any]) -> Any:
-        """Load by DeepSpeed's method. Gradients are clipped as before, whatever the checkpoint
-        says.
-        """
+        """Load by DeepSpeed's method. Gradients are clipped as before, whatever is loaded."""
         zero = self.engine.optimizer
         clip = zero.clip_grad
         if self.engine.zero_optimization_stage() == 3:

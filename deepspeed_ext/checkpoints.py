@@ -37,23 +37,16 @@ from .checkpoint_methods import ReplicaCheckpoints, latest
 
 log = logging.getLogger("fsdp_demo")
 
-# What a replica that takes over needs of DeepSpeed: the engine's counters and scheduler at their
-# place, and the donor's `client_state`.
-
 OF_DEEPSPEED = set(
     "buffer_names param_shapes frozen_param_shapes shared_params frozen_param_fragments ds_config"
     " ds_version optimizer lr_scheduler sparse_tensor_module_names global_samples"
     " checkpoint_parallel_dimensions".split()
 )
-"""What deepspeed 0.19.8 leaves in the `client_state` that it returns, beside what the user has put
-there.
-"""
+"""What deepspeed 0.19.8 leaves in the `client_state` that it returns, beside that of users."""
 
 
 def advance(engine: Any, step: int) -> None:
-    """Set the counters and the scheduler of an engine that has taken over to `step`, as if it had
-    taken the steps up to there.
-    """
+    """Set an engine's counters and scheduler to `step`, as if it had taken all steps up to it."""
     taken = step - engine.global_steps
     if not taken:
         return
@@ -150,9 +143,7 @@ class _Followed(ReplicaCheckpoints):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> Any:
-        """Save as DeepSpeed does, into `save_dir/<name of the replica>`, since all would write one
-        file. Within `outer_parameters` these are saved.
-        """
+        """Save as DeepSpeed, into `save_dir/<name of the replica>`, as all write one file."""
         folder = folder_of(Path(save_dir), self.exchange.topology)
         return type(self.engine).save_16bit_model(
             self.engine, str(folder), save_filename, exclude_frozen_parameters
@@ -163,13 +154,11 @@ class _Followed(ReplicaCheckpoints):
         call it together, at the same step.
 
         Without a tag all load the newest that all hold whole, or each the newest of its own between
-        the same exchanges. An island that holds no whole one takes over from the others: parameters
-        and the exchange's shared state come from them, the engine's counters and scheduler go to
-        their step, and what is returned is a path in its own folder, where nothing is yet, and the
-        `client_state` of one of them as far as it is plain JSON. A replica that has joined a run
-        under way has what the others have: nothing is loaded. What another number of ranks has
-        saved is loaded as weights, and so the channels start anew, as from a checkpoint of plain
-        DeepSpeed in `root`.
+        the same exchanges. An island that holds no whole one takes over from the others: it has
+        their state at their step, and returns a path in its own folder, where nothing is yet, and
+        the `client_state` of one of them as far as it is plain JSON. A replica that has joined a
+        run under way loads nothing. What another number of ranks has saved is loaded as weights,
+        and the channels start anew, as from a checkpoint of plain DeepSpeed in `root`.
 
         Raises:
             ValueError: no checkpoint in common, one that is damaged, or of another preset or model.
@@ -210,9 +199,7 @@ class _Followed(ReplicaCheckpoints):
         tells: bool,
         options: dict[str, Any],
     ) -> Any:
-        """Load a checkpoint in this replica's own folder, or one without an exchange's state
-        (`saved` is None); `tells` others that take over.
-        """
+        """Load the checkpoint `saved` of this replica, or one without an exchange (None)."""
         ranks = len(list(place.glob("*optim_states.pt")))
         unlike = self.world.any(ranks != self.ranks.world)
         if unlike:
@@ -225,15 +212,12 @@ class _Followed(ReplicaCheckpoints):
         if saved is not None and not without:
             state = self.world.together(lambda: saved.state_for(self.exchange), READS)
         elif self.first:
-            log.warning(
-                "%s was loaded %s: the channels start anew, from the weights of one replica",
-                place,
-                f"as weights alone, since {ranks} ranks saved it and {self.ranks.world} load it"
-                if unlike
-                else "without optimizer states"
-                if without
-                else "and holds no exchange state",
-            )
+            how = "without optimizer states" if without else "and holds no exchange state"
+            if unlike:
+                load = self.ranks.world
+                how = f"as weights alone, since {ranks} ranks saved it and {load} load it"
+            text = "%s was loaded %s: the channels start anew, from the weights of one replica"
+            log.warning(text, place, how)
         if tells:
             self._tell(manager, result[1] or {})
         self.exchange.rejoin(state, self.engine.global_steps, self.engine.module)
@@ -260,10 +244,8 @@ class _Followed(ReplicaCheckpoints):
         return str(manager.root / tag), note["client"]
 
     def _tell(self, manager: CheckpointManager, client: dict[str, Any] | None) -> dict[str, Any]:
-        """Where some replicas take over: the note of the first one that holds a checkpoint.
-
-        Args:
-            client: the `client_state` that was loaded here; None where nothing was.
+        """Where some replicas take over: the note of the first one that holds a checkpoint. client:
+        the `client_state` that was loaded here; None where nothing was.
         """
         if client is None:
             return manager.registry.tell(None)
@@ -342,20 +324,15 @@ class _Followed(ReplicaCheckpoints):
 
 
 def _plain(root: Path, own: Path, tag: str | None) -> str:
-    """The tag of a checkpoint in `root` itself that is not this replica's: of DeepSpeed without an
-    exchange, or of one replica where there are several now. "" for none.
-    """
+    """The tag of a checkpoint of plain DeepSpeed, or of a single replica, in `root`; else ""."""
     name = tag or latest(root) or ""
     there = bool(name) and any((root / name).glob("*model_states.pt"))
     return name if there and (root != own or not (root / name / PARTS).is_dir()) else ""
 
 
 def _agreed_plain(notes: list[dict[str, Any]], tag: str | None) -> str:
-    """The tag of plain DeepSpeed that all replicas see; "" where none sees any.
-
-    Raises:
-        NeedsDecision: not all see the same.
-        ValueError: nobody sees the tag that was named.
+    """The tag of plain DeepSpeed that all replicas see; "" where none sees any. Raises
+    NeedsDecision: not all see the same; ValueError: nobody sees the tag that was named.
     """
     seen = {n["plain"] for n in notes}
     if len(seen) > 1:

@@ -93,10 +93,7 @@ def _initialize(mpu: Any, original: Callable[..., Any], /, *args: Any, **kwargs:
 
 def of_node(config: dict[str, Any] | str, replicas: int) -> dict[str, Any]:
     """A copy of `config` (dict, path, or base64 as DeepSpeed takes them) whose `train_batch_size`
-    counts one node, as DeepSpeed then does.
-
-    Raises:
-        ValueError: it does not divide.
+    counts one node, as DeepSpeed then does. Raises ValueError: it does not divide.
     """
     config = dict(deepspeed.load_ds_config(config))
     total = config.get(TOTAL)
@@ -191,9 +188,7 @@ def _leave_gathered(mpu: Any, original: Callable[..., Any], this: Any, *exc: Any
 
 
 def _agree(mpu: Any, original: Callable[..., Any], ints: list[int]) -> None:
-    """`assert_ints_same_as_other_ranks` among the node's ranks: nodes may use their modules in
-    different orders.
-    """
+    """`assert_ints_same_as_other_ranks` in the node: nodes may use modules in different orders."""
     device = torch.device(get_accelerator().current_device_name())
     node = Ranks(mpu.group, mpu.place, mpu.node_size, device)
     checksum = zlib.crc32(repr(list(ints)).encode())
@@ -228,9 +223,7 @@ def assert_confined(engine: Any, mpu: Any) -> None:
 
 
 def _groups_in_use(engine: Any, mpu: Any) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
-    """(what, process group, the ranks it must have) of everything in an engine over which
-    collectives run.
-    """
+    """What an engine runs collectives over: (what, process group, the ranks it must have)."""
     z, stage = engine.optimizer, engine.zero_optimization_stage()
     yield "the data-parallel group", engine.data_parallel_group, mpu.ranks
     yield "the group that reduces gradients", engine.seq_data_parallel_group, mpu.ranks

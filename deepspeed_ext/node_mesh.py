@@ -111,9 +111,7 @@ class NodeMPU:
 
 
 def check_size(node_size: Any) -> None:
-    """Raise ValueError unless a world of torch.distributed is up that consists of nodes of
-    `node_size` ranks.
-    """
+    """Raise ValueError unless torch.distributed is up with whole nodes of `node_size` ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
             "shard_within_node: torch.distributed is not initialised. Call it after deepspeed."
@@ -188,19 +186,14 @@ def shard_within_node(node_size: int) -> NodeMPU:
 
 
 def installed() -> NodeMPU | None:
-    """The mpu of `shard_within_node` in this world, also before there is an engine; None without
-    one.
-    """
+    """The mpu of `shard_within_node` in this world, also before the engine; None without one."""
     here = _nodes is not None and dist.is_initialized() and dist.group.WORLD is _nodes.of
     return _nodes if here else None
 
 
 def topology_of(mpu: Any) -> Topology | None:
     """Where the rank of an engine with this mpu stands in the mesh, in a world of one node as a
-    single replica; None if it is no `NodeMPU`.
-
-    Raises:
-        ValueError: ISLAND_TIMEOUT is no number.
+    single replica; None if it is no `NodeMPU`. Raises ValueError: ISLAND_TIMEOUT is no number.
     """
     if not isinstance(mpu, NodeMPU):
         return None
@@ -256,9 +249,7 @@ def topology(engine: Any = None) -> Topology:
 
 
 def compare_environment() -> None:
-    """Raise ValueError, on every rank of the world, unless all ranks have the same ISLAND_*
-    variables.
-    """
+    """Raise ValueError on all ranks of the world unless their ISLAND_* variables are equal."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     said = all_ranks().everyone([os.environ.get(name, "").strip() for name in NAMES])

@@ -73,9 +73,7 @@ class Partitions:
         return inner
 
     def masters(self) -> list[Tensor]:
-        """The flat fp32 partitions of this rank [numel, padding included], in the order of the
-        wrapper.
-        """
+        """The flat fp32 partitions of this rank [numel with padding], as the wrapper has them."""
         raise NotImplementedError
 
     def group_of(self, index: int) -> dict[str, Any]:
@@ -84,15 +82,11 @@ class Partitions:
         return group
 
     def fragments(self) -> list[Fragment]:
-        """The parts of all trained parameters in the masters, empty ones too, in the order in which
-        they lie there.
-        """
+        """The parts of all trained parameters in the masters, empty ones too, in their order."""
         raise NotImplementedError
 
     def computed_with(self, fragment: Fragment, parameter: Any) -> Tensor:
-        """A fragment's elements of the parameter that the model computes with: [numel], in the
-        model's dtype.
-        """
+        """A fragment of the parameter that the model computes with: [numel], in its dtype."""
         raise NotImplementedError
 
     def check(self) -> None:
@@ -120,9 +114,7 @@ class Partitions:
             )
 
     def push(self) -> None:
-        """Copy the masters to the model's parameters, as the wrapper's own step does. All ranks of
-        the island call it together.
-        """
+        """Copy the masters to the model's parameters; all ranks of the island call it together."""
         raise NotImplementedError
 
     def step(self) -> None:
@@ -142,9 +134,7 @@ class Partitions:
             self.free_gradients()
 
     def zero_gradient(self, index: int) -> Tensor:
-        """Give a master a gradient of zeros: in the wrapper's own buffer where it keeps one, else a
-        new tensor.
-        """
+        """Give a master a gradient of zeros, in the wrapper's own buffer where it keeps one."""
         master = self.masters()[index]
         master.grad = self._buffers[index].zero_() if self._buffers else torch.zeros_like(master)
         return master.grad
@@ -158,9 +148,7 @@ class Partitions:
             master.grad = self._buffers[i].zero_() if self._buffers else None
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of the backwards since the last step, as the wrapper does when it
-        skips one.
-        """
+        """Forget the gradients since the last step, as the wrapper does when it skips one."""
         raise NotImplementedError
 
     def clip_again(self) -> None:

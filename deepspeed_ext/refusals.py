@@ -27,10 +27,8 @@ log = logging.getLogger("fsdp_demo")
 
 
 def refuse(engine: Any, config: ExchangeConfig, topology: Topology) -> None:
-    """Raise ValueError for what cannot work or was never tried.
-
-    Args:
-        engine: what was given to `attach` as one.
+    """Raise ValueError for what cannot work or was never tried. engine: what was given to `attach`
+    as one.
     """
     found = chain(
         _others(engine),
@@ -208,9 +206,7 @@ def _inner(engine: Any) -> Iterator[str]:
 
 
 def _channels(engine: Any, config: ExchangeConfig) -> Iterator[str]:
-    """Gradient channels that would step a part of a partition. ZeRO steps the whole, and so the
-    rest on zeros.
-    """
+    """Gradient channels for a part of a partition: ZeRO would step the rest of it on zeros."""
     gradients = [c for c in config.channels if c.before_step]
     schedules = {
         c.name: (c.schedule.sync_every, c.schedule.offset, c.schedule.delay) for c in gradients
@@ -249,9 +245,7 @@ MUON_LINE = '"optimizer": {"type": "Muon", "params": {"muon_lr": ..., "adam_lr":
 
 
 def is_muon(optimizer: Any) -> bool:
-    """Whether an optimizer is DeepSpeed's Muon, by the name of its class: an import of that would
-    compile kernels.
-    """
+    """Whether it is DeepSpeed's Muon, by name: an import of that would compile kernels."""
     return any(c.__name__ == MUON for c in type(optimizer).__mro__)
 
 
@@ -295,9 +289,7 @@ def _named(channels: list[str]) -> str:
 
 
 def warn(engine: Any) -> None:
-    """Log a warning, once per replica, of embeddings and heads that DeepSpeed's Muon steps: presets
-    of this package leave them to AdamW.
-    """
+    """Warn, once per replica, of embeddings and heads that DeepSpeed's Muon steps."""
     if replica(engine).rank or not is_muon(engine.optimizer.optimizer):
         return
     trained = ((plain_name(n), p) for n, p in engine.module.named_parameters() if p.requires_grad)

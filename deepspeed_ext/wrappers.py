@@ -42,9 +42,7 @@ class FlatPartitions(Partitions):
         raise NotImplementedError
 
     def _offsets(self, index: int) -> dict[int, int]:
-        """Where each parameter of a group (by id) begins in the group's flat tensor, in
-        elements.
-        """
+        """Where each parameter of a group (by id) begins in its flat tensor, in elements."""
         raise NotImplementedError
 
     def fragments(self) -> list[Fragment]:
@@ -229,11 +227,9 @@ KINDS: dict[str, type[Partitions]] = {
 
 
 def adapter(engine: Any) -> Partitions:
-    """The view (`Partitions`) of an engine's ZeRO wrapper.
-
-    Raises:
-        ValueError: the engine shards nothing, or has a wrapper that is not known here.
-        RuntimeError: a wrapper without the names this was written for.
+    """The view (`Partitions`) of an engine's ZeRO wrapper. Raises ValueError: the engine shards
+    nothing, or has a wrapper that is not known here; RuntimeError: a wrapper without the names this
+    was written for.
     """
     zero = engine.optimizer
     kind = next((KINDS[c.__name__] for c in type(zero).__mro__ if c.__name__ in KINDS), None)

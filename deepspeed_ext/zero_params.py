@@ -166,9 +166,7 @@ class ZeroHost(TrainingHost):
         }
 
     def prepare_gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
-        """A master has one gradient: it is removed when nothing in it is wanted, else what is not
-        wanted becomes zeros.
-        """
+        """A master's gradient is removed if nothing in it is wanted; else the rest is zeros."""
         for index, master in enumerate(self.partitions.masters()):
             here = [
                 (p, want) for p, want in zip(self._pieces, wanted, strict=True) if p.master == index
@@ -199,9 +197,7 @@ class ZeroHost(TrainingHost):
         return [n for n, p in named if p.requires_grad and n not in mine]
 
     def assert_unchanged(self) -> None:
-        """Raise RuntimeError if DeepSpeed has other masters than at `attach`, or `requires_grad` of
-        a parameter was switched.
-        """
+        """Raise RuntimeError if masters or a parameter's `requires_grad` have changed."""
         if len(self.partitions.masters()) != 1 + max(p.master for p in self._pieces):
             raise RuntimeError(
                 "the ZeRO engine has other partitions than at attach: detach() and attach again"
@@ -250,7 +246,6 @@ def pieces(shape: Sequence[int], start: int, numel: int) -> Iterator[tuple[int, 
     the tensor's dims, the rest is flat.
 
     Example:
-        >>> from deepspeed_ext.zero_params import pieces
         >>> list(pieces((4, 3), 2, 8))
         [(2, (1,)), (3, (2, 3)), (9, (1,))]
     """

@@ -7,13 +7,13 @@ import os
 import signal
 import sys
 
-from .commands import after_run, before_run, doctor, during_run, plan
+from .commands import after_run, before_run, during_run, plan
 from .errors import PeerLost
 from .launch.command_line import USAGE_ERROR, CommandParser
 from .version import __version__
 
 COMMANDS = (
-    *(before_run.add_presets, plan.add, doctor.add, before_run.add_rehearse),
+    *(before_run.add_presets, plan.add, before_run.add_doctor, before_run.add_rehearse),
     *(during_run.add_store, during_run.add_status),
     *(after_run.add_report, after_run.add_inspect, after_run.add_export),
 )

@@ -18,10 +18,8 @@ UNREADABLE = (
 def see(anchor: str) -> str:
     """The end of a message whose cause and cure stand in PAGE, in the section with this anchor.
 
-    Example:
-        >>> from fsdp_demo.errors import see
-        >>> see("no-store")
-        ' (docs/troubleshooting.md#no-store)'
+    >>> see("no-store")
+    ' (docs/troubleshooting.md#no-store)'
     """
     return f" ({PAGE}#{anchor})"
 
@@ -29,10 +27,8 @@ def see(anchor: str) -> str:
 def counted(number: int, word: str, plural: str = "") -> str:
     """`1 shard`, `2 shards`; `plural` where it is not the word with an s.
 
-    Example:
-        >>> from fsdp_demo.errors import counted
-        >>> counted(1, "copy", "copies"), counted(1000, "step")
-        ('1 copy', '1,000 steps')
+    >>> counted(1, "copy", "copies"), counted(1000, "step")
+    ('1 copy', '1,000 steps')
     """
     return f"{number:,} {word if number == 1 else plural or f'{word}s'}"
 
@@ -40,10 +36,8 @@ def counted(number: int, word: str, plural: str = "") -> str:
 def first_few(names: Sequence[str], most: int = 4) -> str:
     """The first names of many.
 
-    Example:
-        >>> from fsdp_demo.errors import first_few
-        >>> first_few(["a", "b"]), first_few(["a", "b", "c"], most=2)
-        ('a, b', 'a, b ...')
+    >>> first_few(["a", "b"]), first_few(["a", "b", "c"], most=2)
+    ('a, b', 'a, b ...')
     """
     return ", ".join(names[:most]) + (" ..." if len(names) > most else "")
 
@@ -51,10 +45,8 @@ def first_few(names: Sequence[str], most: int = 4) -> str:
 def size(count: float) -> str:
     """A number of bytes in decimal units, with three digits.
 
-    Example:
-        >>> from fsdp_demo.errors import size
-        >>> size(999), size(11_900_000)
-        ('999 B', '11.9 MB')
+    >>> size(999), size(11_900_000)
+    ('999 B', '11.9 MB')
     """
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 999.5:  # 999.6 is 1 of the next

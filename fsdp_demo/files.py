@@ -42,9 +42,8 @@ def parse_json(text: str) -> Any:
     Raises:
         ValueError: no JSON, or one with more than `LARGEST` bytes or `DEEPEST` levels.
 
-    Example:
-        >>> parse_json('{"step": 3}')
-        {'step': 3}
+    >>> parse_json('{"step": 3}')
+    {'step': 3}
     """
     if len(text) > LARGEST:
         raise ValueError(f"JSON of {len(text):,} bytes, allowed are {LARGEST:,}")
@@ -58,10 +57,8 @@ def parse_json(text: str) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file, which is not read where it is larger than `LARGEST`.
-
-    Raises:
-        OSError: it cannot be read. ValueError: it is no plain file; see `parse_json`.
+    """The value of a JSON file, which is not read where it is larger than `LARGEST`. Raises
+    OSError: it cannot be read. ValueError: it is no plain file; see `parse_json`.
     """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):  # a fifo would be waited for
@@ -109,9 +106,8 @@ def from_json(
     Raises:
         error: it is no JSON, or has another form.
 
-    Example:
-        >>> from_json("[1, 2]", tuple[int, int], "a pair")
-        (1, 2)
+    >>> from_json("[1, 2]", tuple[int, int], "a pair")
+    (1, 2)
     """
     try:
         return msgspec.convert(json.loads(data), form)

@@ -37,9 +37,7 @@ _TRAINED = "trained"  # in that folder: a Trainer of this island has trained
 
 
 def tell_of_training() -> None:
-    """Say in that folder that a Trainer trains: where an exchange was asked for at the launch, its
-    end without one is no success.
-    """
+    """Say there that a Trainer trains: without an exchange asked for, its end is no success."""
     folder = os.environ.get(FOLDER)
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -55,10 +53,9 @@ def status_of(error: BaseException | None) -> int:
     """The status of a process that this error ends: 75 where others or the store caused it and no
     save has failed, 78 where a person must decide, else 1.
 
-    Example:
-        >>> errors = PeerLost("island 1"), NeedsDecision("which step?"), RuntimeError("a bug")
-        >>> [status_of(error) for error in errors]
-        [75, 78, 1]
+    >>> errors = PeerLost("island 1"), NeedsDecision("which step?"), RuntimeError("a bug")
+    >>> [status_of(error) for error in errors]
+    [75, 78, 1]
     """
     if isinstance(error, NeedsDecision):
         return DECIDE
@@ -94,9 +91,7 @@ def end_by_errors() -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End the process at once, with what was logged and printed: a regular exit could wait for
-    peers that are gone.
-    """
+    """End the process at once, with all logged and printed: an exit could wait for lost peers."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -50,7 +50,11 @@ def test_packaging_every_package_is_listed_and_typed() -> None:
         assert (ROOT / top / "py.typed").is_file()
         patterns = PROJECT["tool"]["setuptools"]["package-data"][top]
         data = {file for pattern in patterns for file in (ROOT / top).glob(pattern)}
-        extra = {*(ROOT / top).rglob("*.json"), *(ROOT / top).rglob("site/*.py")}
+        extra = (
+            file
+            for ending in ("*.json", "*.html", "site/*.py")
+            for file in (ROOT / top).rglob(ending)
+        )
         assert data == {ROOT / top / "py.typed", *extra}
 
 

@@ -30,10 +30,7 @@ def remembered(
     topology: Topology, state: Any, island: Ranks
 ) -> tuple[ExchangeConfig | None, AutoChoice | None]:
     """The configuration that this run goes on with and, where `auto` has chosen it, why; None and
-    None where the run has not begun.
-
-    Args:
-        island: the ranks of this island, which call it together.
+    None where the run has not begun. island: the ranks of this island, which call it together.
     """
     known = known_choice(topology, state, island)
     if topology.elastic and not _under_way(topology):
@@ -84,9 +81,7 @@ def read(told: Mapping[str, Any]) -> tuple[ExchangeConfig, AutoChoice | None] | 
 
 
 def _under_way(topology: Topology) -> bool:
-    """Whether the run is under way, the same on all ranks of the island. False where the store is
-    silent: the error of joining says it better.
-    """
+    """Whether the run is under way, alike on all ranks of the island; False if no store answers."""
     try:
         return topology.under_way()
     except PeerLost:

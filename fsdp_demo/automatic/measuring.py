@@ -148,10 +148,8 @@ def tensors(host: TrainingHost) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def chosen(situation: Situation, host: TrainingHost) -> Choice:
-    """The planner's choice among the settings that keep the user's optimizer as it is.
-
-    Raises:
-        ValueError: there is none.
+    """The planner's choice among the settings that keep the user's optimizer as it is. Raises
+    ValueError: there is none.
     """
     kept = {name.lower() for name in host.optimizer_names}
     inner = kept.pop() if len(kept) == 1 else "muonadamw"
@@ -183,9 +181,7 @@ def device_name(device: torch.device) -> str:
 
 
 def free_bytes(device: torch.device) -> float:
-    """Bytes of a GPU that are left for parameters, states and the exchange beside activations, at
-    their largest in the measured steps. 0: not known.
-    """
+    """Bytes of a GPU that activations leave at their largest, in the measured steps; 0: unknown."""
     if device.type != "cuda":
         return 0.0
     whole = torch.cuda.get_device_properties(device).total_memory

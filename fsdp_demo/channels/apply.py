@@ -172,9 +172,7 @@ def _step_anchor(
 
 
 def rate(window: Window, applier: Applier, sparse: bool) -> float:
-    """The outer rate of a window: `lr`, and for the whole tensors of a sparse channel
-    `dense_lr`.
-    """
+    """The outer rate of a window: `lr`, and for whole tensors of a sparse channel `dense_lr`."""
     return applier.dense_lr if sparse and window.group is None else applier.lr
 
 
@@ -286,9 +284,7 @@ def _decoded(
 def _note(
     c: LocalChannel, window: Window, x: Tensor, tensors: ContiguousViews, wrote: bool
 ) -> None:
-    """Remember in `written` the anchor and what rounding has added to the parameters, into which
-    `x` was written.
-    """
+    """Remember in `written` the anchor, and what rounding has added to parameters (from `x`)."""
     if not wrote or c.written is None:
         return
     anchor = c.fetch(c.anchor, window)

@@ -67,9 +67,7 @@ class Buffers:
 
 @torch.no_grad()
 def masks(model: torch.nn.Module) -> set[str]:
-    """Names of the floating-point buffers that are saved with a model and hold more than `LIMIT`,
-    or Inf. One read from the device.
-    """
+    """Names of `saved_buffers` with a value beyond `LIMIT`, or Inf. One read from the device."""
     parts = {n: local_part(b) for n, b in saved_buffers(model).items()}
     parts = {n: t for n, t in parts.items() if t.numel() and t.device.type != "meta"}
     if not parts:
@@ -79,9 +77,7 @@ def masks(model: torch.nn.Module) -> set[str]:
 
 
 def saved_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The floating-point buffers that are saved with a model, by name. Without foreign ones (see
-    `hosts.base.is_foreign`).
-    """
+    """The floating-point buffers saved with a model, by name, but `is_foreign` ones."""
     saved = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()

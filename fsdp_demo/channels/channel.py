@@ -146,9 +146,7 @@ class ChannelRunner(LocalChannel):
         return c.before_step and c.accumulator is None and whole and alone
 
     def of(self, step: int) -> ChannelRunner:
-        """This channel in the stage in which a message of `step` was sent: itself, or a view of its
-        tensors under the settings of then.
-        """
+        """This channel with the settings of the stage in which a message of `step` was sent."""
         stage = self.stage(step)
         if stage == self._sends:
             return self
@@ -215,9 +213,7 @@ class ChannelRunner(LocalChannel):
                 made.add(part.group, x, part.of(self.accumulator), beta, gain * common)
 
     def _rates(self) -> tuple[float, list[float]]:
-        """Where gradients are accumulated times their learning rate: the one of all tensors, or 1
-        and that of each.
-        """
+        """With `rate`: the learning rate of all tensors, or 1 and the rate of each."""
         if self.channel.accumulator is None or not self.channel.accumulator.rate:
             return 1.0, []
         every = self.host.rates()
@@ -245,9 +241,7 @@ class ChannelRunner(LocalChannel):
         return out.zero_() if self.left_out else out
 
     def encode(self, step: int, source: Tensor | None) -> ChannelPayload:
-        """Select and code what is sent: the accumulator, or `source`, which is `accumulate`'s.
-        `subtract` is to follow.
-        """
+        """Select and code the accumulator, or `source` (`accumulate`'s); `subtract` follows."""
         out = ChannelPayload(step, present=list(self.present) if self.channel.before_step else None)
         if self.layout is None or self.section is None:
             return out
@@ -275,10 +269,7 @@ class ChannelRunner(LocalChannel):
 
     def subtract(self, out: ChannelPayload, sign: float = 1.0) -> None:
         """Take what is sent, as the others decode it, out of the accumulator (`feedback`: subtract,
-        put_back): rounding stays in it.
-
-        Args:
-            sign: -1 puts it back.
+        put_back): rounding stays in it. sign: -1 puts it back.
         """
         if self.accumulator is not None and self.section is not None and self._sent_here(out):
             alpha, only = sign * self.section.taken, self.section.taken_at_once(out.present)
@@ -339,9 +330,7 @@ class ChannelRunner(LocalChannel):
     # ---- what comes back -----------------------------------------------------------------------
 
     def mean(self, received: Received, step: int) -> DecodedMean:
-        """The replicas' mean of what was sent at `step` (transform domain): a function of the
-        window, which decodes when it is asked.
-        """
+        """The replicas' mean of what was sent at `step`, decoded window by window."""
         assert self.section is not None
         if self.section.gathered:
             bodies = [b.to(self.host.device, non_blocking=True) for b in received.bodies]
@@ -352,9 +341,7 @@ class ChannelRunner(LocalChannel):
         return found
 
     def apply(self, arrived: Incoming) -> None:
-        """Let the mean act on gradients, anchor, parameters or state. Where nothing was received
-        the island's other copies bring it.
-        """
+        """Let the mean act on its target; where nothing was received, other copies bring it."""
         sent, mix = arrived.sent, 0.0 if arrived.last else self.channel.applier.mix
         self._take_late(sent, arrived.present)
         then = self.of(sent.step)

@@ -187,9 +187,7 @@ class ChannelCodec:
         return SeededMean(self.layout, self._positions(step), self.codec.topk, *parts)
 
     def _positions(self, step: int) -> dict[Group, Tensor]:
-        """For each group of blocks the places in their slots that the exchange of `step` sends,
-        int64 [count, k] on the device.
-        """
+        """For each group of blocks the places that `step` sends, int64 [count, k]."""
         number = max(self.channel.schedule.round(step) - 1, 0)
         if self._known is None or self._known[0] != number:
             found = {}

@@ -40,9 +40,7 @@ class DecodedMean:
         raise NotImplementedError
 
     def view(self, window: Window) -> Tensor | None:
-        """The window's elements of the mean where they lie, fp32 [numel], not to be changed; None
-        where they must be decoded.
-        """
+        """The window's elements of the mean where they lie (fp32 [numel]); None: to be decoded."""
         return None
 
     def terms(self, window: Window) -> tuple[Tensor, Tensor] | None:
@@ -142,9 +140,7 @@ class SparseMean(DecodedMean):
         return place.transpose(0, 1).flatten(1), found.transpose(0, 1).flatten(1)
 
     def _shares(self, places: Tensor, values: Tensor) -> Tensor:
-        """What each of the values [n, R k] adds to the mean: its replica's weight over the weights
-        of all that count at its place.
-        """
+        """What values [n, R k] add to the mean: the weights of their replicas, over their sum."""
         size, equal = len(self.weights), all(w == 1.0 for w in self.weights)
         if size == 1:
             return values

@@ -25,8 +25,6 @@ from ..config.channel import Channel, covers, tensor_layout_kind
 from ..hosts.base import TrainingHost
 from ..rendezvous.position import ShardPosition
 
-# ---- where channels stand on one rank ------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -41,13 +39,6 @@ class Placement:
             default group).
         islands: number of replicas.
         home: device on which anchor and outer momentum are kept; None: with the shards.
-
-    Example:
-        >>> from fsdp_demo.channels.state import Placement
-        >>> from fsdp_demo.rendezvous.position import ShardPosition
-        >>> position = ShardPosition(num_copies=2, copy=1)
-        >>> Placement(None, position, active_copies=1).active_copy is None
-        True
     """
 
     host: TrainingHost
@@ -165,9 +156,7 @@ class LocalChannel:
         return only
 
     def _with_state(self) -> None:
-        """Cover only the parameters whose optimizer keeps the state: beside Muon, AdamW's moments
-        exist for the rest.
-        """
+        """Cover only the parameters whose optimizer keeps the state (beside Muon: AdamW's)."""
         found = self.host.tensors(self.channel.source)
         self.covered = [i for i in self.covered if found[i] is not None]
         if not self.covered:
@@ -179,9 +168,7 @@ class LocalChannel:
             )
 
     def start(self, step: int = 0) -> None:
-        """Make the state for a run that goes on from `step`: zero accumulator and momentum, anchor
-        at the parameters as they are now.
-        """
+        """Make the state of a run that goes on from `step`: zeros, and the anchor as it is now."""
         if self.layout is not None and self.channel.source == "delta":
             self.anchor = self._keep(self.pack("parameter"))
             self.written = self.pack("parameter") if self._low_precision else None
@@ -194,8 +181,7 @@ class LocalChannel:
         self.enter(step)
 
     def restart(self, indices: Collection[int]) -> None:
-        """Begin anew for the tensors with these indices (in the host's `params`): zero accumulator
-        and momentum, anchor at the parameters as they are now."""
+        """Begin anew, as `start`, for the tensors with these indices (in the host's `params`)."""
         mine = [k for k, i in enumerate(self.covered) if i in indices]
         self.present = [there and k not in mine for k, there in enumerate(self.present)]
         now = self.pack("parameter") if self.anchor is not None else None
@@ -221,8 +207,8 @@ class LocalChannel:
         return {name for name, kept in found.items() if kept}
 
     def refuse_unlike(self, saved: Collection[str], step: int) -> None:
-        """Raise ValueError if a state of `step` with these workspaces belongs to another preset.
-        Where a loss has cut off the last exchange they are those of the step before.
+        """Raise ValueError if these workspaces, of `step` or of the one before (a loss had cut off
+        the last exchange), belong to another preset.
         """
         known = self.keeps(step), self.keeps(step - 1)
         if self.layout is not None and set(saved) not in known:
@@ -233,9 +219,8 @@ class LocalChannel:
             )
 
     def enter(self, step: int) -> None:
-        """Take the settings of the stage in which `step` lies. Where they are the first with an
-        accumulator, that begins at zero. So does the outer momentum, at the first step at which a
-        message of this stage may land.
+        """Take the settings of the stage in which `step` lies. Its first accumulator begins at
+        zero; so does outer momentum, when the first message of this stage may land.
         """
         sends, lands = self.stage(step), self.stage(step - self.channel.schedule.delay)
         if sends != self._sends:
@@ -261,9 +246,7 @@ class LocalChannel:
         return host.copy_(work)
 
     def fetch(self, kept: Tensor | None, window: Window) -> Tensor | None:
-        """A window of anchor or momentum on the device of the shards: a view, or a copy that
-        `store` writes back.
-        """
+        """A window of anchor or momentum on the device: a view, or a copy for `store`."""
         return None if kept is None else window.of(kept).to(self.host.device, non_blocking=True)
 
     def store(self, kept: Tensor | None, window: Window, work: Tensor | None) -> None:
@@ -277,9 +260,7 @@ class LocalChannel:
         return [every[i] for i in self.covered]
 
     def pack(self, source: str) -> Tensor | None:
-        """A new workspace of this copy with a source in it, fp32, element domain; None on a copy
-        that is not active.
-        """
+        """A new workspace of this copy, fp32, with a source in it; None on an inactive copy."""
         if self.layout is None:
             return None
         return self.layout.pack(
@@ -306,9 +287,7 @@ class LocalChannel:
             layout.unpack(received[: layout.numel], tensors)
 
     def set_gradients(self, wanted: Sequence[bool]) -> list[Tensor | None]:
-        """Local gradients of the covered tensors: created where wanted, removed elsewhere; other
-        tensors are not touched.
-        """
+        """Gradients of covered tensors: made where wanted, else removed; no others touched."""
         every: list[bool | None] = [None] * len(self.host.params)
         for i, want in zip(self.covered, wanted, strict=True):
             every[i] = want
@@ -330,8 +309,7 @@ class LocalChannel:
 
     def state(self) -> ChannelState:
         """What is kept between exchanges: workspaces (no copies) and the gradients ever seen."""
-        if self._home != self.host.device:
-            # copies to the host may still be under way
+        if self._home != self.host.device:  # copies to the host may still be under way
             synchronize(self.host.device)
         return ChannelState(
             list(self.present), self.accumulator, self.anchor, self.momentum, self.written

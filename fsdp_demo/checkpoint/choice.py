@@ -53,9 +53,7 @@ class HeldCheckpoint:
         return list(astuple(self))
 
     def fits(self, applied: str, history: str = "") -> bool:
-        """Whether it may lie between the same exchanges as another state of the same step, with one
-        history.
-        """
+        """Whether it may lie between the same exchanges as a state that says these two."""
         pairs = (self.applied, applied), (self.history, history)
         return all(not one or not two or one == two for one, two in pairs)
 
@@ -65,10 +63,8 @@ Held = Sequence[Sequence[HeldCheckpoint]]
 
 
 def look(exchange: Path, step: int, islands: int) -> HeldCheckpoint:
-    """`held_by` of the exchange's parts in a folder; the step alone where there is no part.
-
-    Raises:
-        ValueError: a part is torn, or ranks stand between unlike exchanges.
+    """`held_by` of the exchange's parts in a folder; the step alone where there is no part. Raises
+    ValueError: a part is torn, or ranks stand between unlike exchanges.
     """
     try:
         heads = [read_head(path)[0] for path in sorted(exchange.glob("rank*.json"))]
@@ -117,10 +113,9 @@ def present(held: Held, slots: Sequence[int]) -> list[bool]:
     A newcomer that had not taken part yet does not count, be it the one that saved last: what it
     holds from before it was lost would drag the others back. `slots` are the islands' numbers.
 
-    Example:
-        >>> at = HeldCheckpoint
-        >>> present([[at(30, participants="[0, 1]")], [at(20)], [at(10)]], range(3))
-        [True, True, False]
+    >>> at = HeldCheckpoint
+    >>> present([[at(30, participants="[0, 1]")], [at(20)], [at(10)]], range(3))
+    [True, True, False]
     """
     newest = max((h for each in held for h in each), key=_step)
     then = json.loads(newest.participants or "null") or slots
@@ -128,9 +123,7 @@ def present(held: Held, slots: Sequence[int]) -> list[bool]:
 
 
 def together(held: Held) -> list[HeldCheckpoint] | None:
-    """The newest states, one of each list, that lie between the same exchanges, with one history;
-    None if there are none.
-    """
+    """The newest states, one of each list, that `fit` together; None if there are none."""
     found = alike(held)
     for applied in sorted({h.applied for each in held for h in each if h.applied}):
         found += _fitting([[h for h in each if h.applied == applied] for each in held])
@@ -210,9 +203,7 @@ def choose(
 
 
 def _joined(held: Held, asked: Sequence[bool]) -> list[HeldCheckpoint | None] | None:
-    """The newest states that all `asked` hold together, and what others hold that fits them; None
-    where those asked hold none.
-    """
+    """The newest states that all `asked` hold together, with what fits of others; None: no such."""
     states = together([each for each, one in zip(held, asked, strict=True) if one])
     if not states:
         return None
@@ -237,9 +228,8 @@ def superfluous(
         keep: as many of the newest stay; None or 0: all.
         best: the step of the best model, which stays.
 
-    Example:
-        >>> superfluous([10, 20, 30, 40, 50], common=40, keep=1, best=10)
-        [20, 30]
+    >>> superfluous([10, 20, 30, 40, 50], common=40, keep=1, best=10)
+    [20, 30]
     """
     return [s for s in steps[:-keep] if s < common and s != best] if keep else []
 

@@ -196,7 +196,5 @@ def _say(saved: Mapping[str, Any], mine: Mapping[str, Any], flying: list[int], p
 
 
 def _stretches(head: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...], int | None]]:
-    """Name and local shape of each tensor, and where it begins in the whole one (None: cut along
-    dim 0, or whole). In their order: a workspace has them one behind the other.
-    """
+    """Name, local shape and offset in the whole (None: cut along dim 0) of each tensor."""
     return [(p["name"], tuple(p["shape"]), p.get("offset")) for p in head["parameters"]]

@@ -47,10 +47,8 @@ FRESH = (
 
 
 def write_part(folder: Path, name: str, head: Mapping[str, Any], tree: Any) -> None:
-    """Write `folder/name.safetensors` and then `folder/name.json`. No collectives.
-
-    Raises:
-        NotSaveable: the tree holds something else, or is nested too deeply to be read again.
+    """Write `folder/name.safetensors` and then `folder/name.json`. No collectives. Raises
+    NotSaveable: the tree holds something else, or is nested too deeply to be read again.
     """
     from safetensors.torch import save_file
 
@@ -74,10 +72,8 @@ def write_part(folder: Path, name: str, head: Mapping[str, Any], tree: Any) -> N
 
 def read_head(path: Path) -> tuple[dict[str, Any], Any]:
     """Head and tree of a part's json, with the key of each tensor, {"tensor": KEY}, in its place.
-    The tensor file must be there in its size.
-
-    Raises:
-        ValueError: torn, of another format, or without its tensors.
+    The tensor file must be there in its size. Raises ValueError: torn, of another format, or
+    without its tensors.
     """
     try:
         sealed = read_json(path)
@@ -113,10 +109,8 @@ def _damaged(path: Path, error: Exception) -> ValueError:
 
 
 def read_part(path: Path) -> tuple[dict[str, Any], Any]:
-    """Head and tree of a part, with its tensors (CPU); `path` is that of the json.
-
-    Raises:
-        ValueError: see `read_head`; or the tensors do not fit their checksum, or the json.
+    """Head and tree of a part, with its tensors (CPU); `path` is that of the json. Raises
+    ValueError: see `read_head`; or the tensors do not fit their checksum, or the json.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -250,10 +244,8 @@ def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def refuse_not_finite(*trees: tuple[str, Any]) -> None:
-    """Raise if a tensor in one of the (name, tree of tensors) holds NaN or Inf.
-
-    Raises:
-        NotFinite: names the first one.
+    """Raise if a tensor in one of the (name, tree of tensors) holds NaN or Inf. Raises NotFinite:
+    names the first one.
     """
     if bad := first_not_finite(pair for name, tree in trees for pair in _tensors(tree, name)):
         raise NotFinite(
@@ -264,10 +256,8 @@ def refuse_not_finite(*trees: tuple[str, Any]) -> None:
 
 def refuse_exchange(exchange: Exchange) -> None:
     """As `refuse_not_finite`, for parameters and inner optimizer states that an exchange sees (of
-    ZeRO's partitions without the padding), and its own state.
-
-    Raises:
-        PeerLost: what was under way is lost (`Exchange.state_dict`).
+    ZeRO's partitions without the padding), and its own state. Raises PeerLost: what was under way
+    is lost (`Exchange.state_dict`).
     """
     host = exchange.host
     named = [

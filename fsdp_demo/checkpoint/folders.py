@@ -50,9 +50,7 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 def found(root: Path, manifest: str = MANIFEST) -> list[tuple[int, Path]]:
     """Step and folder of each checkpoint in `root`, ascending; of one step the newest last.
-
-    Args:
-        manifest: `ASIDE` or `GIVEN_UP`: those that are put aside.
+    manifest: `ASIDE` or `GIVEN_UP`: those that are put aside.
     """
     out = []
     for path in root.glob(f"*/{manifest}"):
@@ -66,9 +64,7 @@ def found(root: Path, manifest: str = MANIFEST) -> list[tuple[int, Path]]:
 
 
 def unsealed(root: Path, sealed: list[tuple[int, Path]]) -> list[tuple[int, Path]]:
-    """Folders with an exchange's parts that `found` has left out, for want of a manifest that says
-    a step: -1 stands for it.
-    """
+    """Folders with an exchange's parts, but no manifest that says a step (-1 stands for it)."""
     parts = {path.parent for path in root.glob("*/exchange")} - {folder for _, folder in sealed}
     return [(-1, folder) for folder in sorted(parts) if not is_put_off(folder)]
 
@@ -102,9 +98,7 @@ def files_in(folder: Path) -> list[str]:
 
 
 def sum_up(folder: Path, rank: int, world: int) -> None:
-    """Make this rank's share of the files durable, and write their sizes and checksums for
-    `seal`.
-    """
+    """Make this rank's share of the files durable; write sizes and checksums for `seal`."""
     names = files_in(folder)[rank::world]
     sums = {name: measured(folder / name, sync=True) for name in names}
     in_one_piece(folder / f".sums{rank}", lambda p: p.write_text(json.dumps(sums)))
@@ -126,10 +120,8 @@ def seal(folder: Path, step: int, world: int) -> None:
 
 
 def sums(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and checksum (None: not taken) of each file in the manifest.
-
-    Raises:
-        ValueError: it cannot be read, or is of another version (the text begins with `NEWER`).
+    """Size and checksum (None: not taken) of each file in the manifest. Raises ValueError: it
+    cannot be read, or is of another version (the text begins with `NEWER`).
     """
     try:
         content = read_json(folder / MANIFEST)
@@ -248,9 +240,7 @@ class Fence:
         self.root, self.run, self.name, self.token = root, run, name, ""
 
     def take(self, ranks: Ranks, writes: bool = True) -> None:
-        """Make this life the owner of the folder. All ranks of the replica call it together; the
-        first one on each disk `writes` the lock.
-        """
+        """Make this life the owner of the folder; all ranks of the replica call it together."""
         self.token = ranks.from_first(lambda: secrets.token_hex(6))
         ranks.together(lambda: self._write() if writes else None, str(self.root))
 
@@ -262,10 +252,8 @@ class Fence:
 
     def check(self) -> None:
         """Call it before anything in the folder gets its name. A lock that is gone or cannot be
-        read hinders nobody.
-
-        Raises:
-            Superseded: the lock is another life's, or another replica's of this run.
+        read hinders nobody. Raises Superseded: the lock is another life's, or another replica's of
+        this run.
         """
         if not self.token:
             return
@@ -311,9 +299,7 @@ def sharers(root: Path, ranks: Ranks) -> tuple[int, int]:
 
 
 def place(root: Path) -> str:
-    """A folder as the processes of one machine know it, be it there or not, under whatever path:
-    equal texts are the same folder. Those of different machines differ.
-    """
+    """A folder under one name for all processes of a machine, by whatever path it is reached."""
     whole = Path(os.path.realpath(root))
     there = next(p for p in (whole, *whole.parents) if p.exists())
     try:

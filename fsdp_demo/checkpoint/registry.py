@@ -164,9 +164,7 @@ class CheckpointRegistry:
         self._store = None
 
     def _attempt(self, seconds: float, absent: float = math.inf) -> Store:
-        """The store below the keys of the attempt. A question may take `seconds`, or `absent` where
-        nobody listens.
-        """
+        """The store below the keys of the attempt, with the deadline of these questions."""
         if self._store is None:
             store = self.topology.open_store(seconds if absent == math.inf else 0.0)
             self._store = store.under(self.topology.prefix())
@@ -176,9 +174,7 @@ class CheckpointRegistry:
 
 
 def refuse_damaged(notes: Sequence[dict[str, Any]]) -> None:
-    """Raise NeedsDecision where an island has a folder of a checkpoint, though a damaged one: a run
-    that begins anew would write over it.
-    """
+    """Raise NeedsDecision for damaged checkpoints alone: a new run would write over them."""
     if bad := [f"{n.get('name')}: {n['damaged']}" for n in notes if n.get("damaged")]:
         raise NeedsDecision(
             f"no island holds a whole checkpoint, and there are damaged ones: {'; '.join(bad)}. "
@@ -188,9 +184,7 @@ def refuse_damaged(notes: Sequence[dict[str, Any]]) -> None:
 
 
 def _refuse_one_folder(notes: Sequence[dict[str, Any]]) -> None:
-    """Raise NeedsDecision where two islands of one machine have the same folder: each would take
-    the other's checkpoints for its own, and write over them.
-    """
+    """Raise NeedsDecision where two islands of one machine have the same folder."""
     places = [n["place"] for n in notes if n.get("place")]
     if names := [str(n.get("name")) for n in notes if places.count(n.get("place")) > 1]:
         raise NeedsDecision(

@@ -90,10 +90,8 @@ class PartSet:
         return [self.head(rank, island) for rank in range(world)]
 
     def state(self, rank: int, island: int) -> dict[str, Any]:
-        """The `Exchange.state_dict()` that one rank saved, with its tensors (CPU).
-
-        Raises:
-            ValueError: see `outline`; or the part is damaged.
+        """The `Exchange.state_dict()` that one rank saved, with its tensors (CPU). Raises
+        ValueError: see `outline`; or the part is damaged.
         """
         self.head(rank, island)
         state: dict[str, Any] = read_part(self.paths[island, rank])[1]
@@ -102,10 +100,8 @@ class PartSet:
 
     def outline(self, rank: int, island: int) -> ExchangeState:
         """What one rank saved, with the key of each tensor, {"tensor": KEY}, in its place: only the
-        json is read.
-
-        Raises:
-            ValueError: the part is missing or torn, or holds what this release does not know.
+        json is read. Raises ValueError: the part is missing or torn, or holds what this release
+        does not know.
         """
         self.head(rank, island)
         return self._as_state(rank, island, read_head(self.paths[island, rank])[1])
@@ -134,10 +130,7 @@ class Stretch:
 
 def stretches(head: Mapping[str, Any]) -> list[Stretch]:
     """Those of the rank that a head describes, in the order of its parameters; without the frozen
-    ones.
-
-    Raises:
-        ValueError: a tensor that is cut otherwise than along dim 0 in FSDP2's parts.
+    ones. Raises ValueError: a tensor that is cut otherwise than along dim 0 in FSDP2's parts.
     """
     return [
         _stretch(p, int(head["shard"]), int(head["shards"]))
@@ -210,9 +203,7 @@ def _of_shard(
     mine: Mapping[str, Sequence[Stretch]],
     keys: Sequence[str],
 ) -> dict[tuple[str, str], list[Tensor]]:
-    """What a saved shard holds, by channel and workspace; its active copies have a share each of
-    every tensor.
-    """
+    """What a saved shard holds, by channel and workspace, from the shares of its active copies."""
     out: dict[tuple[str, str], list[Tensor]] = {}
     for head in copies:
         state = ExchangeState.from_tree(saved.state(head["rank"], head["island"]))

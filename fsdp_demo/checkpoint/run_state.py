@@ -186,9 +186,7 @@ class RunState:
         return held | outside(held, self.optimizers)
 
     def _counters(self) -> dict[str, dict[str, Any]]:
-        """The numbers that optimizers keep in their groups (Prodigy's d, schedule-free's k): those
-        that are not what they were given. By the name of a group's first parameter.
-        """
+        """Numbers that optimizers keep in groups (Prodigy's d), by their first parameter's name."""
         names = {id(p): name for name, p in self._named().items()}
         out = {}
         for group, begun in zip(_groups(self.optimizers), self._begun, strict=False):
@@ -286,9 +284,7 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, bool | int | float]:
 
 
 def random_states() -> dict[str, Any]:
-    """The states of the random number generators of python, torch, this rank's GPU, and numpy where
-    the process has it loaded, as a tree for a checkpoint.
-    """
+    """The random states of python, torch, this rank's GPU and a loaded numpy, for a checkpoint."""
     version, words, gauss = random.getstate()
     out: dict[str, Any] = {
         "python": [version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss]

@@ -66,9 +66,7 @@ def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def outside(
     held: Mapping[str, torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, torch.Tensor]:
-    """What the optimizers hold beside the `model_tensors` (a criterion that learns), each by a name
-    of its own.
-    """
+    """What the optimizers hold beside the `model_tensors` (a criterion that learns), by name."""
     inside, out = {id(t) for t in held.values()}, dict[str, torch.Tensor]()
     for _, _, _, p, name in named_parameters(optimizers, None):
         if id(p) not in inside:
@@ -192,9 +190,7 @@ def save_tensors(
 
 
 def _unshared(live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Each state with memory of its own, as safetensors wants it: bitsandbytes gives all parameters
-    one and the same table.
-    """
+    """Each state with memory of its own: bitsandbytes gives all parameters one table."""
     seen: set[int] = set()
     out = dict(live)
     for name, tensor in live.items():
@@ -394,9 +390,7 @@ def _as_value_error(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """What ranks could not write, as the error that it was: torch gathers it into an exception of
-    its own, which is no `Exception`.
-    """
+    """What ranks could not write, as an OSError: torch's own exception is no `Exception`."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:

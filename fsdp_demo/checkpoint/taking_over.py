@@ -60,12 +60,11 @@ def begins_anew(config: ExchangeConfig, moments: bool = True) -> str:
     """What a replica that takes over does not get, for the log. `moments`: they did not come from
     its own checkpoint.
 
-    Example:
-        >>> from fsdp_demo import preset
-        >>> begins_anew(preset("diloco"))
-        "the inner optimizer's moments and random states begin anew here"
-        >>> begins_anew(preset("demo"))
-        'what messages have left out so far (accumulators) and random states begin anew here'
+    >>> from fsdp_demo import preset
+    >>> begins_anew(preset("diloco"))
+    "the inner optimizer's moments and random states begin anew here"
+    >>> begins_anew(preset("demo"))
+    'what messages have left out so far (accumulators) and random states begin anew here'
     """
     parts = []
     if moments and not any(c.before_step for c in config.channels):
@@ -98,9 +97,8 @@ def small(values: dict[str, Any]) -> dict[str, Any]:
     """The items that JSON gives back as they were, as long as there is room for all of them: for a
     note to another host.
 
-    Example:
-        >>> small({"epoch": 2, "rows": (1, 2), "at": {3: 4}})
-        {'epoch': 2}
+    >>> small({"epoch": 2, "rows": (1, 2), "at": {3: 4}})
+    {'epoch': 2}
     """
     out, left = {}, LARGEST
     for key, value in values.items():

@@ -89,10 +89,8 @@ def store(args: argparse.Namespace) -> int:
 def _serve_in_child(
     args: argparse.Namespace, token: str, listener: socket.socket, first: bool
 ) -> int:
-    """The exit code of one server; negative: the signal that has ended it.
-
-    Raises:
-        RuntimeError: this process has other threads, and a fork would keep what they have locked.
+    """The exit code of one server; negative: the signal that has ended it. Raises RuntimeError:
+    this process has other threads, and a fork would keep what they have locked.
     """
     if (threads := threading.active_count()) > 1:
         raise RuntimeError(
@@ -116,9 +114,7 @@ def serve(
     args: argparse.Namespace, token: str, listener: socket.socket, parent: int, first: bool
 ) -> None:
     """Serve until SIGINT or SIGTERM, which must be blocked, or until the parent process ends.
-
-    Raises:
-        SystemExit: the file cannot be used; it has been said.
+    Raises SystemExit: the file cannot be used; it has been said.
     """
     from ..files import in_one_piece
     from ..net.address import join_address
@@ -167,9 +163,7 @@ def add_status(commands: Commands) -> None:
 
 
 def status(args: argparse.Namespace) -> int:
-    """Say who the members of a run are and how far they are; 1 if nobody answers, unless the run
-    is finished.
-    """
+    """Say who the members of a run are and how far; 1 if nobody answers, unless it is finished."""
     from ..rendezvous.topology import Topology
 
     topology = Topology.from_env({"ISLAND_COUNT": "2", **os.environ, "ISLAND_RANK": "0"})

@@ -68,9 +68,7 @@ class Region:
         return self.y * self.x
 
     def cut(self, lo: int, hi: int) -> Iterator[Box]:
-        """The places of blocks lo..hi (row-major) in the tensor, as at most three boxes: the end of
-        a row of blocks, whole rows, the start of a row.
-        """
+        """The places of blocks lo..hi (row-major) in the tensor, as at most three boxes."""
         at, r, s, cols = lo, self.r, self.s, self.cols
         while at < hi:
             y, x = divmod(at, self.x)
@@ -109,9 +107,7 @@ class DensePiece:
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """The 2-D form of a local shape: [-1, last] for over two dims with last >= 64, else [first,
-    -1].
-    """
+    """The 2-D form of a local shape: [-1, last] for over two dims, last >= 64; else [first, -1]."""
     numel = 1
     for n in shape:
         numel *= n
@@ -207,9 +203,7 @@ class Layout:
         return work[self.num_blocks * BLOCK :]
 
     def windows(self, device: torch.device | str) -> list[Window]:
-        """Windows that cover the workspace: each is as much as `device` works on at once, in parts
-        that are packed and transformed at once.
-        """
+        """Windows that cover the workspace, each as much as `device` works on at once."""
         return self._on_cpu if torch.device(device).type == "cpu" else self._on_gpu
 
     @cached_property
@@ -291,9 +285,7 @@ def _within(pieces: Sequence[P], lo: int, hi: int) -> Iterator[tuple[P, int, int
 def _share(
     items: Sequence[T], sizes: Sequence[int], active_copy: int, active_copies: int
 ) -> Iterator[tuple[T, int, int]]:
-    """Yield (item, lo, hi) for each item of which elements lo..hi belong to `active_copy`, where
-    all items, one after the other, are cut into `active_copies` equal shares.
-    """
+    """Yield (item, lo, hi) for the elements lo..hi of each item that belong to `active_copy`."""
     begin, end = (sum(sizes) * c // active_copies for c in (active_copy, active_copy + 1))
     at = 0
     for item, size in zip(items, sizes, strict=True):

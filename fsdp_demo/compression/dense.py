@@ -67,9 +67,7 @@ def encode_into(code: str, v: Tensor, data: Tensor) -> None:
 
 
 def decode_into(code: str, data: Tensor, out: Tensor, alpha: float | None = None) -> None:
-    """Write the decoded vector into `out` (fp32 [n]), or add `alpha` times it, without one more
-    vector of its length.
-    """
+    """Write the decoded vector into `out` (fp32 [n]), or add `alpha` times it, in stretches."""
     rows, rest = divmod(out.numel(), BLOCK)
     size = formats.num_bytes(code, rows, BLOCK)
     formats.decode(code, data[:size], rows, BLOCK, out[: rows * BLOCK].view(rows, BLOCK), alpha)
@@ -85,9 +83,7 @@ def rounded(code: str, v: Tensor) -> Tensor:
 
 
 def as_values(code: str, data: Tensor) -> Tensor | None:
-    """The values of a coded vector, a view of its bytes; None where the code is no number format of
-    torch, or where the bytes are not aligned to it.
-    """
+    """A coded vector as a view of its bytes; None if no number format of torch, or not aligned."""
     form = EXACT.get(code)
     return None if form is None or data.storage_offset() % form.itemsize else data.view(form)
 

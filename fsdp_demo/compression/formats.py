@@ -111,9 +111,7 @@ class SmallFloat(Coder):
         )
 
     def _nearest(self, v: Tensor, size: Tensor) -> Tensor:
-        """Codes (uint8): the sign of v and the magnitude nearest to size, which is |v| in units of
-        the scale (NaN: that of 0).
-        """
+        """Codes (uint8): the sign of v, the magnitude nearest to size, |v| in scales (NaN: 0)."""
         nearest, line = torch.full_like(size, 7), torch.empty_like(size)
         for slope, start in self.lines:
             torch.minimum(
@@ -155,9 +153,7 @@ class OneLevel(Coder):
 
 
 class TwoLevels(Coder):
-    """Codes of 2 bits: bit 1 is the sign, bit 0 the level. A group has two scales, the lower level
-    and the upper one.
-    """
+    """Codes of 2 bits: bit 1 the sign, bit 0 the level, of a group's two levels (its scales)."""
 
     def encode(self, v: Tensor) -> tuple[Tensor, Tensor]:
         size = v.abs()
@@ -181,9 +177,7 @@ class TwoLevels(Coder):
 
 
 def _sum(v: Tensor) -> Tensor:
-    """Sums fp32 [..., 1] over the last dimension, padded by zeros to a power of two and folded in
-    halves: one order on every device.
-    """
+    """Sums fp32 [..., 1] over the last dimension, folded in halves: one order on every device."""
     v = F.pad(v, (0, (1 << (v.shape[-1] - 1).bit_length()) - v.shape[-1]))
     while v.shape[-1] > 1:
         v = torch.add(*v.chunk(2, -1))
@@ -277,10 +271,8 @@ def decode(
     alpha: float | None = None,
 ) -> Tensor:
     """The inverse of `encode`: fp32 [rows, cols] from uint8 [num_bytes]. A non-finite scale makes
-    its whole group non-finite.
-
-    Args:
-        out: where to write the values, or, with `alpha`, to add alpha times them.
+    its whole group non-finite. out: where to write the values, or, with `alpha`, to add alpha times
+    them.
     """
     # a slice may start at any byte, a view of another dtype (values or scales) may not
     viewed = EXACT.get(code, torch.bfloat16)
@@ -378,9 +370,7 @@ def _chunks(code: str, data: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor
 
 
 def _groups(code: str, part: Tensor) -> list[Tensor]:
-    """Views of rows [n, cols] as groups [n, number, size]: the whole ones, and the shorter last one
-    of each row.
-    """
+    """Views of rows [n, cols] as groups [n, number, size]: whole ones, and the shorter last one."""
     size = min(FORMATS[code].group, part.shape[1])
     whole = part.shape[1] // size * size
     last = [part[:, whole:].unsqueeze(1)] if whole < part.shape[1] else []

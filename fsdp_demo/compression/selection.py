@@ -121,9 +121,7 @@ def random(size: int, k: int, count: int, number: int, seed: int, device: torch.
 
 
 def stride(size: int, k: int, count: int, number: int, seed: int, device: torch.device) -> Tensor:
-    """Positions int64 [count, k] as `seeded` describes: floor(j size / k) + i for the i-th exchange
-    of a pass, the same in every block.
-    """
+    """Positions int64 [count, k] as `seeded` says: floor(j size / k) + i for the i-th exchange."""
     return upload(
         (torch.arange(k, device="cpu") * size // k + number % ceil(size / k)) % size, device
     ).expand(count, k)

@@ -42,9 +42,7 @@ def sparse_bytes(layout: Layout, codec: Codec) -> int:
 
 
 def spans(layout: Layout, codec: Codec) -> list[tuple[int, int, int]]:
-    """The bytes of each group in a section: where its values begin, where its positions begin, and
-    where these end.
-    """
+    """The bytes of each group in a section: begins of its values and positions, and their end."""
     out, at = [], 0
     for g in layout.groups:
         middle = at + values.num_bytes(codec.value_dtype, g.count, g.k(codec.topk))
@@ -57,9 +55,7 @@ def spans(layout: Layout, codec: Codec) -> list[tuple[int, int, int]]:
 def encode_stretch(
     stretch: Window, span: tuple[int, int, int], codec: Codec, work: Tensor, data: Tensor
 ) -> None:
-    """Select and code the blocks of a stretch of the workspace `work` into its places of a section
-    `data`; `span` is that of its group.
-    """
+    """Select and code the blocks of a stretch of `work` into a section `data`, at `span`."""
     g = stretch.group
     assert g is not None
     picked = []
@@ -297,9 +293,7 @@ def decode_positions(f: Form, planes: list[Tensor], rows: int) -> Tensor:
 
 
 def _set(data: Tensor, count: int) -> Tensor:
-    """Three times the place of the i-th one among the bits of `data` (uint8), at i = 1, 2, ...
-    count: int32 [count + 1].
-    """
+    """Three times the place of the i-th one in the bits of `data`, from 1: int32 [count + 1]."""
     ones, place = _of_bytes(data.device)
     byte = data.to(torch.int32)
     number = ones.index_select(0, byte)

@@ -51,9 +51,7 @@ def kernels() -> str:
 
 
 def intel() -> bool:
-    """Whether the processor is Intel's: there MKL multiplies in fp32 faster than oneDNN, on others
-    half as fast.
-    """
+    """Whether the processor is Intel's: MKL multiplies fp32 faster than oneDNN there only."""
     return "intel" in cpu_name().lower()
 
 
@@ -153,9 +151,7 @@ class Transform:
         return self._short and whole(group) and terms <= FEW
 
     def reads(self, window: Window, tensors: ContiguousViews) -> bool:
-        """Whether `add_from` can read a window where it lies in the tensors: in fp32, on a CPU, and
-        not in many small tensors.
-        """
+        """Whether `add_from` can read a window in place: fp32, a CPU, not many small tensors."""
         group = window.group
         if group is None or not self._cpu:
             return False
@@ -331,16 +327,12 @@ def _add(source: Tensor, work: Tensor, beta: float, gain: float) -> None:
 
 
 def make_transform(codec: Codec, device: torch.device | str) -> Transform:
-    """The transform of a codec on a device. With the transform "none" no group is one that is
-    transformed, so every method leaves blocks as they are.
-    """
+    """The transform of a codec on a device; with "none" no group is transformed."""
     return Transform(codec.transform, device, codec.transform_precision)
 
 
 def transform(codec: Codec, layout: Layout, work: Tensor, inverse: bool = False) -> Tensor:
-    """The transform (or its inverse) of every block of the groups that are transformed, in place;
-    `work` is the flat fp32 workspace.
-    """
+    """Transform every block of the groups that are transformed, in place (`work`: flat fp32)."""
     with make_transform(codec, work.device) as made:
         for w in layout.windows(work.device):
             for part in w.inner:
@@ -357,9 +349,7 @@ _HELD: dict[int, list[Any]] = {}
 
 @contextmanager
 def set_precision(backend: Any, precision: str) -> Iterator[None]:
-    """A context in which torch multiplies fp32 matrices in `precision` on a backend, such as
-    `torch.backends.cuda.matmul`.
-    """
+    """A context in which torch multiplies fp32 matrices in `precision` on a backend."""
     # the setting is the process's: it stays until the last thread that wants it has ended
     with _LOCK:
         held = _HELD.setdefault(id(backend), [])
@@ -405,9 +395,7 @@ def onednn() -> bool:
 
 
 def products_on(device: torch.device, tf32: bool) -> AbstractContextManager[None]:
-    """A context in which products on `device` have the precision that the transform needs, whatever
-    the training asks for elsewhere.
-    """
+    """A context in which products on `device` have the precision of the transform."""
     if device.type == "cuda":
         return set_precision(torch.backends.cuda.matmul, "tf32" if tf32 else "ieee")
     return set_precision(_MKLDNN.matmul, "bf16") if not intel() and onednn() else nullcontext()

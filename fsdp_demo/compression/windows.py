@@ -121,9 +121,7 @@ class Window:
         return work[self.begin : self.end]
 
     def pack(self, tensors: ContiguousViews, out: Tensor) -> Tensor:
-        """Copy the elements of the window from the tensors (any float dtype; None counts as zeros)
-        into `out` fp32 [numel].
-        """
+        """Copy the window's elements of the tensors (None: zeros) into `out` fp32 [numel]."""
         for tensor, lo, hi, at in self.rows:
             _copy(out[at : at + hi - lo], tensors.flat(tensor, lo, hi))
         for box in self.boxes:
@@ -142,9 +140,7 @@ class Window:
         return out
 
     def unpack(self, work: Tensor, tensors: ContiguousViews, sign: bool = False) -> None:
-        """Write `work` [numel], or its `sign`, into the tensors in place (None is left out),
-        casting to their dtype.
-        """
+        """Write `work` [numel], or its `sign`, into the tensors in place (None is left out)."""
         for tensor, lo, hi, at in self.rows:
             target = tensors.flat(tensor, lo, hi)
             if target is not None:
@@ -243,9 +239,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def upload(t: Tensor, device: torch.device) -> Tensor:
-    """A copy of a CPU tensor on `device`, made without waiting for what is queued there; the tensor
-    itself where `device` is the CPU.
-    """
+    """A copy of a CPU tensor on `device`, without waiting for its queue; itself on the CPU."""
     return t if device.type == "cpu" else pinned(t).copy_(t).to(device, non_blocking=True)
 
 

@@ -34,10 +34,9 @@ class AutoConfig(ExchangeConfig):
         measured: steps until the choice, 3 or more.
         given: the settings of `KEPT` that were set; `changed` adds to them.
 
-    Example:
-        >>> from fsdp_demo import preset
-        >>> preset("auto", target=0.9).target
-        0.9
+    >>> from fsdp_demo import preset
+    >>> preset("auto", target=0.9).target
+    0.9
     """
 
     target: float = 0.95
@@ -53,10 +52,8 @@ class AutoConfig(ExchangeConfig):
 
     def changed(self, changes: Mapping[str, Any]) -> ExchangeConfig:
         """A copy with other values of `target`, `measured`, and of the settings that the chosen
-        method takes over.
-
-        Raises:
-            ValueError: a setting of a method, which is not chosen yet; a value that is not allowed.
+        method takes over. Raises ValueError: a setting of a method, which is not chosen yet; a
+        value that is not allowed.
         """
         options = (*KEPT, "target", "measured")
         for key in changes:
@@ -98,9 +95,7 @@ class AutoChoice:
 
 
 def method_note(config: ExchangeConfig, choice: AutoChoice | None) -> dict[str, Any]:
-    """The method of a run and, if `auto` has chosen it, its choice, as JSON values: what a saved
-    state says of them, and what islands tell each other.
-    """
+    """The method of a run, and how `auto` chose it, as JSON: for saved states and other islands."""
     chosen = {} if choice is None else {"auto_choice": dataclasses.asdict(choice)}
     return {"config": config.to_dict(), **chosen}
 

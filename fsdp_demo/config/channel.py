@@ -149,9 +149,7 @@ class Channel:
 
     @property
     def state_name(self) -> str:
-        """Name of the optimizer's state that the channel averages ("exp_avg"); empty for gradients,
-        deltas and parameters.
-        """
+        """Name of the optimizer state that it averages ("exp_avg"); empty for other sources."""
         return self.source.removeprefix("state:") if self.source.startswith("state:") else ""
 
     @property
@@ -181,16 +179,12 @@ class Channel:
 
     @property
     def queues(self) -> bool:
-        """Whether a delta is sent while earlier ones are under way; these stay in the parameters
-        until their means arrive.
-        """
+        """Whether deltas are sent while earlier ones are under way, and stay in the parameters."""
         return self.source == "delta" and self.schedule.delay >= self.schedule.sync_every
 
     @property
     def corrects(self) -> bool:
-        """Whether the difference between a mean of parameters and the parameters that were sent is
-        added, so that steps taken while it was under way are kept.
-        """
+        """Whether mean - sent is added to parameters, so that steps taken meanwhile are kept."""
         return self.source == "parameter" and self.schedule.delay > 0
 
     @property
@@ -205,9 +199,7 @@ class Channel:
 
     @property
     def taken(self) -> float:
-        """The share of the values sent that leaves the accumulator; 0 without an accumulator, or
-        where nothing leaves it.
-        """
+        """The share of the values sent that leaves the accumulator; 0 where nothing does."""
         if self.accumulator is None or self.feedback == "none":
             return 0.0
         return 1.0 if self.feedback == "put_back" else self.accumulator.alpha
@@ -262,9 +254,7 @@ def covers(channel: Channel, name: str) -> bool:
 
 
 def tensor_layout_kind(channel: Channel, name: str) -> str:
-    """The kind of a covered tensor in a `blocks.Layout`: "dense" (sent whole), "plain" (blocks, not
-    transformed) or "transform" (blocks, transformed).
-    """
+    """The `Layout` kind: "dense" (sent whole), "plain" or "transform" (blocks, transformed)."""
     if not channel.codec.sparse or matches(name, channel.uncompressed):
         return "dense"
     plain = channel.codec.transform == "none" or matches(name, channel.no_transform)

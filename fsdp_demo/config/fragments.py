@@ -25,10 +25,8 @@ def layer_of(name: str) -> int | None:
     """The layer a parameter belongs to: the first number in its dotted name; None if there is none
     (embedding, head, last norm).
 
-    Example:
-        >>> from fsdp_demo.config.fragments import layer_of
-        >>> layer_of("model.layers.3.mlp.up_proj.weight"), layer_of("lm_head.weight")
-        (3, None)
+    >>> layer_of("model.layers.3.mlp.up_proj.weight"), layer_of("lm_head.weight")
+    (3, None)
     """
     found = _LAYER.search(name)
     return int(found[1]) if found else None

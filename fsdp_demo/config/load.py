@@ -93,9 +93,7 @@ def changed(config: ExchangeConfig, changes: Mapping[str, Any]) -> ExchangeConfi
 
 
 def _refuse_twice(changes: Mapping[str, Any]) -> None:
-    """Raise ValueError where a keyword and a path for all channels set one key to unlike values:
-    the path would win in silence.
-    """
+    """Raise ValueError where a keyword and a path for all channels differ on one key."""
     for word, value in changes.items():
         path = next((p for p in changes if _same_key(word, p)), "")
         if path and changes[path] != value:

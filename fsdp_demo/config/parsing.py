@@ -97,9 +97,7 @@ def set_path(data: dict[str, Any], top: Sequence[str], path: str, value: Any) ->
 
 
 def _no_key(path: str, top: Sequence[str], by_name: Mapping[str, Any]) -> str:
-    """The message for a path that `set_path` does not find: a proposal, then the keys that begin
-    as the path does.
-    """
+    """The message for a path that `set_path` does not find: a proposal, and the keys like it."""
     head, _, rest = path.partition(".")
     paths = sorted({p for channel in by_name.values() for p in by_path(channel)})
     sections = {p.partition(".")[0] for p in paths if "." in p}
@@ -244,10 +242,8 @@ def read_yaml(text: str, where: str) -> Any:
             too deeply; or a key that stands twice, be it once dotted (`codec.topk`) and once
             nested.
 
-    Example:
-        >>> from fsdp_demo.config.parsing import read_yaml
-        >>> read_yaml("preset: demo", "a.yaml")
-        {'preset': 'demo'}
+    >>> read_yaml("preset: demo", "a.yaml")
+    {'preset': 'demo'}
     """
     if len(text) > LONGEST:
         raise ValueError(f"{where} has {len(text):,} characters, allowed are {LONGEST:,}")

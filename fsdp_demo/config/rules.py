@@ -177,9 +177,7 @@ def order_problems(c: Channel, first: Channel | None) -> list[str]:
 
 
 def overlap(a: Channel, b: Channel) -> str | None:
-    """A pattern of parameter names that both channels surely cover; None where the patterns alone
-    do not tell (`attach` compares names).
-    """
+    """A pattern of parameter names that both channels surely cover; None: patterns do not tell."""
     for p in a.include:
         for q in b.include:
             kept = not matches(p, b.exclude) and not matches(q, a.exclude)
@@ -247,9 +245,7 @@ def refuse_unused(
 
 
 def no_effect(channels: Sequence[Channel], path: str) -> str:
-    """The reason why a path for all channels has no effect; empty where any channel uses it, or a
-    phase that has its channel's value there.
-    """
+    """Why a path for all channels has no effect; empty where any channel or phase uses it."""
 
     def value(part: Any) -> Any:
         for key in path.split("."):

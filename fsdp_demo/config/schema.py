@@ -198,9 +198,7 @@ class ExchangeConfig:
 
     @property
     def _training(self) -> list[Channel]:
-        """The channels that carry what training changes in the parameters: all but those of
-        optimizer states.
-        """
+        """The channels that carry what training changes: all but those of optimizer states."""
         return [c for c in self.channels if not c.state_name]
 
     def result(self, islands: int) -> str:
@@ -269,9 +267,7 @@ class ExchangeConfig:
 
     @classmethod
     def from_yaml(cls, text: str) -> ExchangeConfig:
-        """The configuration that `to_yaml` gave. Files of the short form, `preset: NAME` with
-        changes, are read by `load_config`.
-        """
+        """The configuration that `to_yaml` gave; `load_config` reads the short form, too."""
         return cls.from_dict(read_yaml(text, "the configuration"))
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 - configurations are small; saves ask each time

@@ -27,11 +27,8 @@ ADVISORY = ("torch", "device", "processor")  # islands may differ here: warned, 
 
 def gather_json(peers: PeerGroup, value: Any, kind: int = SETUP, step: int = 0) -> list[Any]:
     """`value` of every replica, in rank order (JSON, never pickle: nothing a peer sends is
-    executed).
-
-    Raises:
-        WireError: an island claims a text of more than LONGEST bytes, or sends one that is no JSON.
-            Nothing is made room for before.
+    executed). Raises WireError: an island claims a text of more than LONGEST bytes, or sends one
+    that is no JSON. Nothing is made room for before.
     """
     text = json.dumps(value).encode()
     if len(text) > LONGEST:

@@ -60,11 +60,8 @@ class Stream:
 
     def take(self, moving: QueuedPiece, label: str) -> None:
         """Take the next megabyte that has come. The first one has the header, by which room for the
-        body is made.
-
-        Raises:
-            WireError: see `open_head`; or the megabyte is shorter than it must be: the rest of its
-                room holds old bytes, which may even be the right ones.
+        body is made. Raises WireError: see `open_head`; or the megabyte is shorter than it must be:
+        the rest of its room holds old bytes, which may even be the right ones.
         """
         opens, whole, first = self.header is None, moving.size, self.sealed.body[:0]
         if opens:
@@ -206,9 +203,7 @@ def _cut(body: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
 
 
 def _number(n: int, piece: Piece) -> int:
-    """The number of a piece on its connections, from 1: of the 3 x SLOTS + 1 pieces that a message
-    can have here.
-    """
+    """The number of a piece on its connections, from 1, of the 3 x SLOTS + 1 of a message."""
     of = {
         "body": piece.of.slot,
         "part": SLOTS + piece.of.slot,

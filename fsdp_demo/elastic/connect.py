@@ -83,16 +83,12 @@ def starting_peers(
     user: PeerUser | None = None,
 ) -> PeerGroup:
     """Meet the other islands that begin a run, or the other replicas of a mesh (`Meeting.ranks`),
-    all at once.
+    all at once. Raises as `zeromq.ZeroMQ.open`.
 
     Args:
         meeting: of the peer group: `rank` and `size` are slots; `prefix` is that of all peer
             groups.
         open_store: a connection of its own, below the keys of the meeting.
-        user: what the user gives the peer group.
-
-    Raises:
-        ValueError, PeerLost: see `zeromq.ZeroMQ.open`.
     """
     poller = new_poller(meeting, place)
     try:
@@ -266,9 +262,7 @@ class Starter:
     def _store_session(
         self, record: Record, tell: Callable[[Event], None], failed: Callable[[str], None]
     ) -> StoreSession:
-        """The store session of this rank. The first rank of each island writes the first record,
-        for those that join.
-        """
+        """The store session of this rank; an island's first rank writes the first record."""
         ranks, dead, timeout = self.place.ranks, self.limits.dead, self.meeting.timeout
         session = StoreSession(self.open_store, ranks, dead, timeout, tell, failed)
         if self.limits.joins and record.epoch == 0 and self.place.rank == 0:

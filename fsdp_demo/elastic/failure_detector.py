@@ -139,9 +139,7 @@ class FailureDetector:
         self._came_with.setdefault(member, next)
 
     def quiet(self, now: float, unheard: bool = False) -> list[Member]:
-        """Peers that have missed several beats; with `unheard` also those that were never heard, as
-        a newcomer that came a moment ago.
-        """
+        """Peers that have missed several beats; `unheard`: and those never heard so far."""
         limit = min(4 * BEAT, self.dead / 2)
         return [
             m
@@ -257,13 +255,10 @@ class ProgressWatch:
         """
         if rank.state != "running" or rank.next > n:
             return None
-        log.error(
+        text = (
             "%s has waited %.0f s for message %d of this island, which stands: it evaluates, saves "
-            "or hangs alone for longer than ISLAND_STALL, else ISLAND_TIMEOUT%s",
-            self._label(by.slot),
-            seconds,
-            n,
-            see("island-stands"),
+            "or hangs alone for longer than ISLAND_STALL, else ISLAND_TIMEOUT%s"
         )
+        log.error(text, self._label(by.slot), seconds, n, see("island-stands"))
         record = rank.record
         return replace(record, members=tuple(m for m in record.members if m != rank.me))

@@ -80,9 +80,7 @@ class JoiningIsland(JoinConnections):
 
 
 def num_connections(others: Mapping[Member, Sequence[PeerConnection]]) -> int:
-    """Connections for messages to one more peer: as many as to each of the others, or fewer where
-    descriptors would not suffice.
-    """
+    """Connections for messages to one more peer, as many as to others if descriptors allow."""
     as_before = max((len(wires) for wires in others.values()), default=1)
     return min(as_before, most_streams(len(others) + 1))
 
@@ -320,9 +318,7 @@ class DonorFeed:
 
     @property
     def brings(self) -> Mapping[str, str]:
-        """What the newcomer's rank has said in its first call of `Following.head`. Asked when a
-        snapshot is taken.
-        """
+        """What the newcomer's rank has said in its first `Following.head`, for a snapshot."""
         island = self._join_server.joining_island
         return {} if island is None else island.brings
 
@@ -333,9 +329,7 @@ class DonorFeed:
 
     @property
     def feeding(self) -> bool:
-        """Whether the joining island has its snapshot and is still connected. Each message is sent
-        to it, too, then.
-        """
+        """Whether the joining island, connected, has its snapshot: it is sent each message then."""
         # read once: the network thread may drop it meanwhile
         return (island := self._served) is not None and island.following
 

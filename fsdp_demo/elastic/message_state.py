@@ -62,9 +62,7 @@ class EarlyMessage:
         return self.longest
 
     def expected(self, what: str, claimed: Header) -> Header:
-        """The header that should come: the claimed one under this number. Step and kind are
-        compared when the message is launched here.
-        """
+        """The claimed header under this number; step and kind are compared at the launch here."""
         return replace(claimed, number=self.n % 2**32)
 
 
@@ -133,7 +131,7 @@ class RoundMessage:
     def expected(self, what: str, claimed: Header | None = None) -> Header:
         """The header that should come with a piece, but for the fields in which senders differ."""
         if claimed is not None and self.header.kind == RESET == claimed.kind:
-            return replace(self.header, step=claimed.step)  # `exchange/reset.py` compares steps
+            return replace(self.header, step=claimed.step)  # `Exchange.reset` compares steps
         legs = {"share": PARTS, "part": MEANS} if self.header.kind == PAYLOAD else {}
         return replace(self.header, kind=legs.get(what, self.header.kind))
 

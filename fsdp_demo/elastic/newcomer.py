@@ -215,7 +215,7 @@ class Following:
         base: the first message that this island takes part in, if it is of a step; None while it is
             not planned.
         next: the number of the next message.
-        outdated: the others have reset parameters since the snapshot (`exchange/reset.py`).
+        outdated: the others have reset parameters since the snapshot (`Exchange.reset`).
     """
 
     def __init__(
@@ -248,9 +248,7 @@ class Following:
 
     @property
     def planned(self) -> bool:
-        """Whether the others know from which message on this island takes part. Asked on the first
-        rank of the island only.
-        """
+        """Whether it is known from which message this island takes part; on its first rank."""
         if self._record is None:
             notes = self._donor.wires["notes"].notes
             while notes:

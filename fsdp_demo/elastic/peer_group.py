@@ -255,9 +255,7 @@ class PeerGroup:
     def _followed(
         self, header: Header, data: Tensor, vectors: Vectors, weigh: Weigh, longest: int | None
     ) -> tuple[list[Header], list[Tensor], list[Tensor]] | None:
-        """What the others have agreed on, while this island follows; None from the first message on
-        that it takes part in.
-        """
+        """What the others have agreed on, while this island follows; else None."""
         following = self.following
         if following is None:
             return None
@@ -339,9 +337,7 @@ class PeerGroup:
         self.num_connections = 1 + len(connections)
 
     def seen_round_trip(self) -> float:
-        """Seconds of the shortest round trip to the farthest peer, as the kernel has seen it; inf
-        where it does not tell.
-        """
+        """Seconds of the shortest round trip to the farthest peer, by the kernel; inf: unknown."""
         assert self._driver is not None
         detector, farthest = self._driver.detector, 0.0
         for member in list(detector.notes):
@@ -406,9 +402,7 @@ class PeerGroup:
 
     @property
     def abandoned(self) -> bool:
-        """Whether a message of this rank comes to nothing, since all islands are told to end and
-        not all send it: it is to be saved as unsent.
-        """
+        """Whether a message comes to nothing, as all islands end: it is to be saved as unsent."""
         return self._driver is not None and self._driver.stopping.gave_up
 
     def stop_with_all(self, applied_at: int, seconds: float) -> int | None:
@@ -452,9 +446,7 @@ class PeerGroup:
         return self._driver.wait_stable(self._next, seconds)
 
     def wait_read(self, seconds: float) -> bool:
-        """At the end of a run: wait until all members have delivered what this rank has, or are
-        gone. False: the seconds are over.
-        """
+        """Wait, at the end of a run, until all members have this rank's messages, or are gone."""
         if self._driver is None or self.following is not None:
             return True
         return self._driver.wait_read(self._next, seconds)

@@ -42,9 +42,7 @@ class Stopping:
         self._said: ToldToEnd | None = None
 
     def stop_with_all(self, applied_at: int, seconds: float) -> int | None:
-        """The wait of a rank that launches nothing more (`PeerGroup.stop_with_all`), in the thread
-        that exchanges.
-        """
+        """`PeerGroup.stop_with_all`, in the thread that exchanges: nothing more is launched."""
         self._loop.do(lambda: self.end(applied_at))
         if not self._loop.wait(self._settled, seconds):
             return None

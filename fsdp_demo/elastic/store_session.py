@@ -86,9 +86,7 @@ class StoreSession:
         self._do(job)
 
     def post(self, report: Report, record: Record) -> None:
-        """Write a report; then watch for the reports of all members of `record` on its view, and
-        for the record that follows it.
-        """
+        """Write a report; watch for the others' on its view, and for the record that follows."""
 
         def job(at: Store) -> None:
             self._met, self._own = True, _report_key(report.view, report.member, report.rank)

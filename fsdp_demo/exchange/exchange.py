@@ -28,7 +28,7 @@ from ..hosts.base import TrainingHost
 from ..rendezvous.sibling_watch import collective
 from ..rendezvous.topology import Topology
 from ..status import leave, status_of
-from . import assembly, finish, leaving, replay, reset, resume, startup, summary
+from . import assembly, finish, leaving, replay, resume, startup, summary
 from .assembly import Phases
 from .consensus import IslandConsensus
 from .first_step import FirstStep, refuse_unknown
@@ -170,9 +170,7 @@ class Exchange(Readings):
         self._phases.tells = tells
 
     def _join(self, start: Start, model: torch.nn.Module | None) -> None:
-        """Agree on the run, make parameters and state equal, make the channels' state; or join a
-        run under way.
-        """
+        """Agree on the run, make replicas and channels' state equal; or join a run under way."""
         self.newcomer = replay.newcomer(self._runtime)
         if self.newcomer:
             self._first.pause()
@@ -258,8 +256,7 @@ class Exchange(Readings):
         self._runtime.watch_gradients()
 
     def rows_compared(self) -> None:
-        """Skip the comparison of the islands' first payloads, for a host that has compared their
-        rows."""
+        """Skip the comparison of first payloads, for a host that has compared the rows."""
         self._queue.watch.compares = False
 
     def request_stop(self, together: bool = False) -> None:
@@ -335,7 +332,7 @@ class Exchange(Readings):
         refuse_shown(self.shows_result, "reset()")
         self._runtime.check_usable()
         self.catch_up()
-        reset.reset(self._runtime, parameters)
+        finish.reset(self._runtime, parameters)
         self.accept_parameters()
 
     @torch.no_grad()

@@ -1,13 +1,15 @@
-"""The end of an exchange: messages in flight are applied, and one last exchange leaves all replicas
-with one model. Also the view of the method's result during the run (`shown`).
+"""What all islands do together outside a step: the end of an exchange, whose last message leaves
+all replicas with one model; the view of the method's result during the run (`shown`); and the new
+state from parameters that a script has written (`reset`).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +17,8 @@ from torch import Tensor
 from ..channels.state import LocalChannel
 from ..elastic import agreement
 from ..elastic.peer_group import PeerGroup
-from ..errors import NotFinite
+from ..errors import NotFinite, first_few, see
+from ..hosts.base import TrainingHost, plain_name
 from ..peers.header import DIGESTS, PARAMETERS, RESET
 from .runtime import StepRuntime
 from .watch import drift
@@ -52,10 +55,8 @@ def shown(runtime: StepRuntime, model: torch.nn.Module, what: str) -> Iterator[N
 
 def mean_parameters(runtime: StepRuntime, only: LocalChannel | None = None) -> Tensor | None:
     """Mean of the parameters over the replicas with finite ones, as a workspace of this copy, fp32.
-    All replicas call it at the same step. only: a channel over some of them.
-
-    Raises:
-        NotFinite: on all replicas, if no replica has finite parameters.
+    All replicas call it at the same step. only: a channel over some of them. Raises NotFinite: on
+    all replicas, if no replica has finite parameters.
     """
     work, peers = (only or runtime.parameters).pack("parameter"), runtime.peers
     share = 1.0 - float(runtime.island.not_finite([work] if work is not None else []))
@@ -81,9 +82,7 @@ def mean_parameters(runtime: StepRuntime, only: LocalChannel | None = None) -> T
 
 
 def set_mean(runtime: StepRuntime) -> None:
-    """Replace the parameters by their mean over the replicas, and note the drift of this one,
-    |theta - mean| / |mean|.
-    """
+    """Set parameters to their mean over the replicas; note the drift, |theta - mean| / |mean|."""
     own = runtime.parameters.tensors("parameter")
     before = [t.float().clone() for t in own if t is not None]
     runtime.parameters.write(mean_parameters(runtime), own)
@@ -95,9 +94,7 @@ def set_mean(runtime: StepRuntime) -> None:
 
 
 def equal(runtime: StepRuntime) -> bool:
-    """Whether the trained parameters of all replicas are bit-equal now. All ranks of all islands
-    call it at the same step.
-    """
+    """Whether the trained parameters of all replicas are bit-equal now. A collective of all."""
     mark = b""
     if runtime.peers is not None:  # behind what this thread has queued on a device
         both = zip(runtime.host.tensors("parameter"), runtime.host.params, strict=True)
@@ -181,3 +178,74 @@ def _exchange_last(runtime: StepRuntime) -> None:
         if c.channel.source == "delta" and not c.channel.equal_after_exchange:
             c.show_anchor()
     runtime.host.commit()
+
+
+# ---- parameters that a script has written --------------------------------------------------------
+
+
+def reset(runtime: StepRuntime, parameters: Iterable[Tensor | str]) -> None:
+    """`Exchange.reset`: the mean of these parameters is the new anchor, and what channels keep of
+    them begins anew. An island that is joining starts over from a new snapshot
+    (`elastic/newcomer.py`). All ranks of all islands call it together.
+    """
+    indices, wrong = _indices(runtime.host, parameters)
+    _agree_to_reset(runtime, sorted({runtime.host.params[i].name for i in indices}), wrong)
+    if runtime.donor_feed is not None:
+        runtime.donor_feed.tick(None)
+    only = runtime.parameters.narrowed(indices)
+    written = only.pack("parameter")
+    flush(runtime)  # which writes these tensors, too
+    only.write(written, only.tensors("parameter"))
+    only.write(mean_parameters(runtime, only), only.tensors("parameter"))
+    runtime.host.commit()
+    for c in runtime.channels:
+        c.restart(indices)
+    runtime.queue.history.hear_reset(runtime.step)
+
+
+def _indices(host: TrainingHost, parameters: Iterable[Tensor | str]) -> tuple[set[int], str]:
+    """The indices of these parameters in the host's `params`, and what is wrong with the rest."""
+    given = [parameters] if isinstance(parameters, (Tensor, str)) else list(parameters)
+    places: dict[int | str, set[int]] = {}
+    for i, s in enumerate(host.params):
+        for key in () if s.frozen else (s.name, id(host.parameter(i))):
+            places.setdefault(key, set()).add(i)
+    found = [places.get(plain_name(p) if isinstance(p, str) else id(p), set()) for p in given]
+    odd = [p for p, indices in zip(given, found, strict=True) if not indices]
+    if given and not odd:
+        return set().union(*found), ""
+    words = {id(host.parameter(i)): s.name for i, s in enumerate(host.params)} | {
+        id(p): repr(p) for p in odd if isinstance(p, str)
+    }
+    what = [words.get(id(p), f"a {type(p).__name__} {[*getattr(p, 'shape', ())]}") for p in odd]
+    return set(), (
+        f"reset() got {first_few(what) or 'no parameter'}: it takes whole parameters that the "
+        "attached optimizers train, as they are in the sharded model, or their names, such as "
+        f"{host.params[0].name!r}; no frozen ones, no parts"
+    )
+
+
+def _agree_to_reset(runtime: StepRuntime, names: list[str], wrong: str) -> None:
+    """Raise ValueError on all ranks if steps or names differ, or something is `wrong` on one."""
+    mine, name = [runtime.step, names, wrong], runtime.topology.name
+
+    def ask(peers: PeerGroup) -> list[Any]:
+        everyone = agreement.gather_json(peers, mine, RESET, runtime.step)
+        return [[peers.label(j), *theirs] for j, theirs in enumerate(everyone)]
+
+    heard = [[name, *mine], *(runtime.queue.ask(ask) or [])]
+    everyone = [told for rank in runtime.island.everyone(heard) for told in rank]
+    for who, *_, wrong in everyone:
+        if wrong:
+            raise ValueError(f"{who}: {wrong}{see('reset')}")
+    shared = set(names).intersection(*(theirs for _, _, theirs, _ in everyone))
+    unlike = {
+        f"step {step}, {first_few([n for n in theirs if n not in shared]) or 'no others'}": who
+        for who, step, theirs, _ in everyone
+    }
+    if len(unlike) > 1:
+        raise ValueError(
+            "all islands call reset() at the same step, with the same parameters. Here come "
+            + "; ".join(f"from {who}: {what}" for what, who in unlike.items())
+            + see("reset")
+        )

@@ -100,8 +100,7 @@ class Noted:
 
 
 class LoadHook:
-    """A hook that calls `note`; in a copy of the model (`deepcopy`, pickle) one of the standard
-    library that does nothing."""
+    """A hook that calls `note`; in a copy of the model it does nothing."""
 
     def __init__(self, note: Callable[[], None]):
         self._note = note
@@ -212,9 +211,7 @@ class FirstStep:
         self._loaded, noted.sums = False, None
 
     def look_at_frozen(self) -> None:
-        """Warn once of frozen parameters that were moved since attach. All ranks of the island call
-        it together.
-        """
+        """Warn once of frozen parameters moved since attach; all ranks of the island together."""
         runtime = self._runtime
         self.next = None
         moved = self._frozen.moved() if self._frozen.sums else []
@@ -247,13 +244,12 @@ class FirstStep:
         odd = [n for n in later if len({theirs.get(n, [None])[0] for theirs in everyone}) > 1]
         found = sorted({n for theirs in runtime.island.everyone(odd) for n in theirs})
         if found and runtime.topology.rank == 0:
-            log.warning(
+            text = (
                 "%s: buffers that were registered after attach differ between islands: %s. No "
                 "exchange averages them: register them before attach, or make them of what all "
-                "islands share",
-                runtime.topology.name,
-                first_few(found, 3),
+                "islands share"
             )
+            log.warning(text, runtime.topology.name, first_few(found, 3))
         return found
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -279,8 +275,7 @@ class FirstStep:
         return [(name, t) for name, t in shared.items() if name in frozen]
 
     def accept_parameters(self, loads: bool = True) -> None:
-        """Note the parameters as they are now (`Exchange.accept_parameters`). loads: and accept
-        those that come before the next step."""
+        """Note the parameters as they are now; loads: and as they are ahead of the next step."""
         self._runtime.rewritten.forget()
         self._accepted_at = self._runtime.step if loads else -1
         if self._loaded:
@@ -291,8 +286,7 @@ class FirstStep:
 
     @torch.no_grad()
     def _note_load(self) -> None:
-        """Ahead of a load: note the values, where the exchange has state that belongs to them, and
-        unless they are noted already."""
+        """Ahead of a load: note the values, unless they are noted or no state goes with them."""
         runtime = self._runtime
         kept = any(c.channel.source == "delta" or c.channel.accumulator for c in runtime.channels)
         accepted = self._accepted_at == runtime.step or self._undone() or runtime.finished
@@ -301,8 +295,7 @@ class FirstStep:
             self._parameters.note()
 
     def catch_up(self) -> None:
-        """Send messages under way once more, and make up for a lost exchange (`Exchange.catch_up`);
-        nothing when called again."""
+        """As `Exchange.catch_up`."""
         if self._behind:
             self._behind = False
             self._send_again()

@@ -118,8 +118,7 @@ class InFlightQueue:
         )
 
     def oldest(self) -> tuple[list[ChannelRunner], int] | None:
-        """The channels that have not applied the oldest message yet, and the step in which the last
-        of them would; None where there is no message."""
+        """Channels yet to apply the oldest message, and the step when the last will; or None."""
         if not self.flights:
             return None
         first = self.flights[0]
@@ -296,10 +295,8 @@ class InFlightQueue:
 
     def state(self) -> list[InFlightState]:
         """The messages in flight with their answers, which are waited for; after a loss without
-        them: a resumed run sends the messages once more.
-
-        Raises:
-            PeerLost: the loss is found only here. Called again it gives the state.
+        them: a resumed run sends the messages once more. Raises PeerLost: the loss is found only
+        here. Called again it gives the state.
         """
         if not self.broken:
             try:

@@ -42,9 +42,7 @@ all others are, too: a signal reaches islands at unlike moments."""
 
 
 def patience(runtime: StepRuntime) -> float:
-    """Seconds for which a departing island waits for the others: half of what is left of
-    ISLAND_STOP. The other half is for its save.
-    """
+    """Seconds that a departing island waits for others: half of its time; a save has the rest."""
     whole = runtime.topology.stop_timeout
     return max(whole - runtime.status.stopping_for(), min(GRACE, whole)) / 2
 
@@ -57,9 +55,7 @@ def longest_part(runtime: StepRuntime) -> int:
 
 
 def _all_stop(runtime: StepRuntime) -> bool:
-    """Whether all islands are told to end, after a wait of at most half of `patience`. A collective
-    of the island.
-    """
+    """Whether all islands are told to end, after at most half of `patience`. All ranks together."""
     peers, island = runtime.peers, runtime.island
     end = time.monotonic() + min(max(GRACE, 2 * runtime.seconds), patience(runtime) / 2)
     while True:
@@ -117,11 +113,8 @@ def say(runtime: StepRuntime, seconds: float) -> bool:
         held = _send(runtime, due if weight > 0 else [], step, weight, flags, end)
     except Exception as error:
         # the other ranks wait for this one below, and the island ends in any case
-        log.warning(
-            "%s: its part of the coming exchange could not be sent early: %r",
-            runtime.topology.name,
-            error,
-        )
+        text = "%s: its part of the coming exchange could not be sent early: %r"
+        log.warning(text, runtime.topology.name, error)
     held = not runtime.island.any(not held) and weight > 0
     if runtime.topology.rank == 0 and weight > 0:
         log.info("%s: %s", runtime.topology.name, _fate(runtime, due, step, held))
@@ -170,9 +163,7 @@ def next_due(channels: Sequence[ChannelRunner], step: int) -> int:
 
 
 def coming(runtime: StepRuntime) -> tuple[int, list[ChannelRunner]]:
-    """The step, from 0, in which the next payload leaves, and its channels that can be sent early:
-    none if the payload holds gradients.
-    """
+    """The step, from 0, of the next payload, and its channels; none if it holds gradients."""
     channels = [*runtime.channels, *runtime.buffers]
     step = next_due(channels, runtime.step)
     due = [c for c in channels if c.channel.schedule.due(step)]

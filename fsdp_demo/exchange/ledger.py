@@ -42,10 +42,8 @@ class ExchangeRecord:
 class Moved:
     """Bytes to and from the other islands.
 
-    Example:
-        >>> from fsdp_demo.exchange.ledger import Moved
-        >>> Moved(3, 2) + Moved(1, 1)
-        Moved(sent=4, received=3)
+    >>> Moved(3, 2) + Moved(1, 1)
+    Moved(sent=4, received=3)
     """
 
     sent: int = 0

@@ -52,17 +52,6 @@ class MessageLayout:
         sections: by the name of the channel.
         body_bytes: presence bits and sections; num_bytes: with the header.
         vectors: length and code of each vector that is reduced.
-
-    Example:
-        >>> from fsdp_demo.channels.codec import ChannelCodec
-        >>> from fsdp_demo.compression.blocks import Layout
-        >>> from fsdp_demo.config.channel import Channel
-        >>> from fsdp_demo.exchange.message import MessageLayout
-        >>> layout = Layout([(3,), (5,)], ["dense", "dense"])
-        >>> section = ChannelCodec(layout, Channel("gradient", "gradient"), size=2)
-        >>> message = MessageLayout([section])
-        >>> message.num_bytes, message.body_bytes, message.vectors
-        (57, 1, [(8, 'fp32')])
     """
 
     def __init__(self, sections: Sequence[ChannelCodec]):
@@ -106,9 +95,7 @@ class MessageLayout:
         return [replica_weights(channel, headers) for channel, _, _ in self._reduced]
 
     def legs(self, size: int) -> tuple[list[int], list[int]]:
-        """Bytes, with the header, of what each of `size` ranks is sent in a reduce of `vectors`,
-        and of what it sends back.
-        """
+        """Bytes, with headers, that each of `size` ranks is sent in a reduce, and that it sends."""
         there, back = (
             [HEADER.size + dense.total_bytes(part) for part in leg]
             for leg in legs(self.vectors, size)
@@ -342,9 +329,7 @@ class LocalStatus:
         return HeaderFields(weight, flags, loss, self.bad, self.run)
 
     def weight(self, names: Collection[str], island: IslandGroup) -> tuple[float, float]:
-        """Tokens of the island since the last exchange of the channels `names`, and in all. A
-        collective inside the island.
-        """
+        """Tokens of the island since these channels' last exchange, and in all. A collective."""
         tokens = island.sum(float(self.counted))[0]
         return tokens - min(self._weighed.get(name, 0.0) for name in names), tokens
 
@@ -369,8 +354,7 @@ class LocalStatus:
 
 
 def mean_rate(host: TrainingHost) -> float | Tensor:
-    """The mean learning rate of the parameter groups; a tensor, not read yet, where one lies on a
-    device."""
+    """The mean learning rate of the parameter groups; a tensor, unread, if one is on a device."""
     found = [g["lr"] for o in host.optimizers for g in o.param_groups if "lr" in g]
     read = [
         r.detach().float().reshape(())

@@ -180,12 +180,10 @@ class Memory:
         device_flight, host_flight: kept while payloads are under way, at most.
         device_workspace, host_workspace: taken by a step on top, at most.
 
-    Example:
-        >>> from fsdp_demo import preset
-        >>> from fsdp_demo.exchange.plan import plan_memory
-        >>> found = plan_memory(preset("diloco"), [("layers.0.weight", (1024, 1024))], islands=2)
-        >>> found.per_parameter("device_state")  # anchor and outer momentum
-        8.0
+    >>> from fsdp_demo import preset
+    >>> found = plan_memory(preset("diloco"), [("layers.0.weight", (1024, 1024))], islands=2)
+    >>> found.per_parameter("device_state")  # anchor and outer momentum
+    8.0
     """
 
     parameters: int
@@ -237,9 +235,7 @@ def plan_memory(
 
 
 def _stages(config: ExchangeConfig) -> list[ExchangeConfig]:
-    """The configuration in each stage of a run. With a delay an outer momentum stays until the
-    messages of the stage before are applied.
-    """
+    """The configuration in each stage; with a delay momentum stays until earlier messages apply."""
     stages = [config.at(step) for step in config.begins]
     for before, after in list(pairwise(stages)):
         pairs = zip(before.channels, after.channels, strict=True)
@@ -259,8 +255,7 @@ def inner_state(
     shards: int = 1,
     shard: int = 0,
 ) -> int:
-    """Bytes of state of the preset's inner optimizer on one rank: AdamW 8 per parameter, Muon 4 per
-    element of a matrix, SGD none."""
+    """Bytes of inner state on a rank: AdamW 8 per parameter, Muon 4 per matrix element, SGD 0."""
     mine = tuple((n, local_shape(shape, shards, shard)) for n, shape in tensors)
     return _inner_state(config.inner_optimizers[0], mine)
 
@@ -385,9 +380,7 @@ def _totals(uses: Sequence[_Use], cycle: int) -> tuple[int, int, int]:
 
 
 def _within(uses: Sequence[_Use], stage: int, step: int) -> int:
-    """Bytes under way while the channels of one stage send and apply: earlier stages have sent and
-    applied in this step, later ones have not.
-    """
+    """Bytes under way while one stage sends and applies: earlier ones are done, later ones not."""
     held = sending = applying = 0
     for u in uses:
         own = _stage(u.channel)

@@ -38,7 +38,6 @@ class Activity:
         seconds: of standing still so far.
 
     Example:
-        >>> from fsdp_demo.exchange.readings import Activity
         >>> Activity("sending", (1, 2)).text, Activity("waiting", (2,)).text, Activity().text
         ('sending to 1, 2', 'waiting for 2', 'training')
     """
@@ -254,8 +253,7 @@ class Readings:
         return out | self._members()
 
     def _members(self) -> dict[str, int]:
-        """Where islands come and go: the number of members, of those in the last message, and of
-        changes of the members."""
+        """Where islands come and go: numbers of members, in all and last, and of changes."""
         peers = self.peers
         if peers is None or peers.fixed:
             return {}
@@ -314,8 +312,7 @@ class Readings:
 
     @property
     def peers(self) -> PeerGroup | None:
-        """The ranks with the same shard on the other islands; None on a rank that has none, and
-        when the connections are closed."""
+        """The ranks with the same shard on other islands; None without any, or when closed."""
         return self._connections.peers
 
     @property

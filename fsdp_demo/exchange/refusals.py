@@ -46,20 +46,15 @@ class Copies:
         self.pending = several and host.device.type != "meta"
 
     def check(self) -> None:
-        """Compare the parameters.
-
-        Raises:
-            ValueError: on all ranks, with two of them and the first tensor that differs.
+        """Compare the parameters. Raises ValueError: on all ranks, with two of them and the first
+        tensor that differs.
         """
         if self.pending and (found := self._unlike("parameter")):
             raise ValueError(found)
 
     def look(self, channels: Sequence[ChannelRunner]) -> None:
         """Compare, once, the gradients of the first exchange, if one of these channels sends them,
-        else the parameters. This reads from the device.
-
-        Raises:
-            Mismatch: as `check`.
+        else the parameters. This reads from the device. Raises Mismatch: as `check`.
         """
         sources = {c.channel.source for c in channels}
         if not self.pending or not sources & {"gradient", "delta", "parameter"}:
@@ -69,9 +64,7 @@ class Copies:
             raise Mismatch(found)
 
     def _unlike(self, what: str) -> str | None:
-        """A sentence about two copies that differ; None where all are equal. Warns of tensors that
-        are whole on all shards and differ.
-        """
+        """Why two copies differ, or None. Warns of tensors whole on all shards that differ."""
         shards, names = self._island.position.num_shards, [p.name for p in self._host.params]
         everyone = self._island.everyone(sums(self._host.tensors(what), self._host.device))
         for rank, theirs in enumerate(everyone):
@@ -84,16 +77,13 @@ class Copies:
                     )
         odd = [i for i in self._whole if len({each[i] for each in everyone}) > 1]
         if odd and self._island.rank == 0:
-            log.warning(
+            text = (
                 "%d %ss that all ranks of this island hold whole differ between them (first in "
                 "%s): nothing keeps them equal, each rank trains its own. Call fully_shard(model) "
                 "on the whole model, too, not on its layers alone. Experts of each rank may be "
-                "meant to differ%s",
-                len(odd),
-                what,
-                names[odd[0]],
-                see("copies-differ"),
+                "meant to differ%s"
             )
+            log.warning(text, len(odd), what, names[odd[0]], see("copies-differ"))
         return None
 
 
@@ -195,9 +185,7 @@ def refuse_meta(host: TrainingHost, model: torch.nn.Module | None) -> None:
 
 
 def refuse_inner(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for a sharpness-aware optimizer: another one takes the step, and its own
-    `step` may never be called.
-    """
+    """Raise ValueError for a sharpness-aware optimizer, whose own `step` may never be called."""
     inner = getattr(optimizer, "base_optimizer", None)
     if isinstance(inner, torch.optim.Optimizer):
         raise ValueError(
@@ -214,9 +202,7 @@ def refuse_inner(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_second_copies(host: TrainingHost, config: ExchangeConfig) -> None:
-    """Raise ValueError for an optimizer that writes parameters from a copy of its own, where the
-    exchange writes parameters, too.
-    """
+    """Raise ValueError if both optimizer (from a copy) and exchange write parameters."""
     if not any(c.writes_parameters for c in config.channels):
         return
     for optimizer in (*host.optimizers, *reversed(host.wrappers)):
@@ -249,18 +235,15 @@ def second_copy(optimizer: Any) -> str:
 
 
 def warn_of_outside(host: TrainingHost, model: torch.nn.Module | None, name: str) -> None:
-    """Log the trainable parameters of the model that no attached optimizer steps (of a GAN with
-    several exchanges, those of the others)."""
+    """Log the trainable parameters of the model that no attached optimizer steps."""
     outside = host.outside(model) if model is not None else []
     if outside:
-        log.warning(
+        text = (
             "%s: %d trainable parameters of the model are in no attached optimizer, and so not "
             "exchanged: %s; attach all optimizers as one "
-            "list, or set requires_grad=False, unless another exchange has them",
-            name,
-            len(outside),
-            first_few(outside),
+            "list, or set requires_grad=False, unless another exchange has them"
         )
+        log.warning(text, name, len(outside), first_few(outside))
 
 
 def refuse_sparse(host: TrainingHost) -> None:

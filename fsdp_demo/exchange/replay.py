@@ -152,9 +152,7 @@ def _take_snapshot(
 def _fetching(
     following: Following, wanted: Sequence[int], name: str
 ) -> Callable[[], list[Tensor] | None]:
-    """A function that asks for the bodies of a snapshot, of `wanted` bytes each, and logs now and
-    then how long that will take.
-    """
+    """A function that asks for a snapshot's bodies, and logs now and then how long that takes."""
     began, before, whole = time.monotonic(), following.fetched, sum(wanted)
     says_at = SLICE / 2  # then twice as late each time
 
@@ -167,23 +165,15 @@ def _fetching(
             says_at, left = 2 * took, "nothing comes"
             if come:
                 left = f"about {(whole - come) * took / come / 60:.1f} minutes are left"
-            log.info(
-                "%s: %.0f of %.0f MiB of the snapshot after %.0f s: %s",
-                name,
-                come / 2**20,
-                whole / 2**20,
-                took,
-                left,
-            )
+            text = "%s: %.0f of %.0f MiB of the snapshot after %.0f s: %s"
+            log.info(text, name, come / 2**20, whole / 2**20, took, left)
         return found
 
     return ask
 
 
 def _materialise(runtime: StepRuntime) -> None:
-    """Take a step on gradients of zero with optimizers that make their state in the first one; the
-    snapshot replaces parameters and states.
-    """
+    """Take a step on zero gradients with optimizers that make their state in it, to be replaced."""
     if not runtime.before_step or snapshot_head.kept(runtime):
         return
     trained = [None if s.frozen else True for s in runtime.host.params]
@@ -207,9 +197,7 @@ def _poll(runtime: StepRuntime, what: str, ask: Callable[[], T | None] | None) -
 
 
 def _take_ticks(runtime: StepRuntime, following: Following | None) -> int:
-    """Repeat the donor's steps, as the peer group of the island's first rank lists them; their
-    number. Learning rates are restored afterwards.
-    """
+    """Repeat the donor's steps, heard by the first rank; their number. Rates are put back then."""
     before, taken = run_specification.read_rates(runtime.host), 0
     try:
         with runtime.queue.replaying():

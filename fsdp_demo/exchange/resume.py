@@ -38,10 +38,8 @@ def state(runtime: StepRuntime) -> ExchangeState:
 
 def roll_back(runtime: StepRuntime, saved: ExchangeState) -> None:
     """Take a run back to a saved state (`Exchange.load_state_dict`). All ranks of the island call
-    it together. Messages under way are waited for and dropped.
-
-    Raises:
-        ValueError: the state has other channels, or messages that never came back.
+    it together. Messages under way are waited for and dropped. Raises ValueError: the state has
+    other channels, or messages that never came back.
     """
     check(runtime, saved)
     if runtime.peers is not None and any(s.arrived is None for s in saved.in_flight):
@@ -69,11 +67,8 @@ def load(runtime: StepRuntime, saved: ExchangeState) -> None:
     """Restore a state with its step, where nothing is under way."""
     check(runtime, saved)
     if saved.digest != runtime.config.digest():
-        log.warning(
-            "the state was saved under another configuration (digest %016x, now %016x)",
-            saved.digest,
-            runtime.config.digest(),
-        )
+        text = "the state was saved under another configuration (digest %016x, now %016x)"
+        log.warning(text, saved.digest, runtime.config.digest())
     for c in runtime.channels:
         c.load(saved.channels[c.channel.name], saved.step)
     runtime.go_to(saved.step, saved.begun)
@@ -143,9 +138,7 @@ def agree(runtime: StepRuntime, donor: int) -> None:
 def _to_send_again(
     flights: Sequence[PendingExchange], everyone: Sequence[Mapping[str, Any]]
 ) -> tuple[bool, list[bool]]:
-    """Whether an island lacks a message that it should have sent, or a part of one has acted here;
-    and which of `flights` not all islands have received.
-    """
+    """Whether an island lacks its own message or part of it, and which `flights` not all have."""
     theirs = [{(s, *members): here for s, members, here in each["flights"]} for each in everyone]
     known = {key for held in theirs for key in held}
     lost = any(
@@ -159,9 +152,7 @@ def _to_send_again(
 
 
 def _drop(queue: InFlightQueue, apart: bool) -> None:
-    """Drop the messages under way, as if they had not been sent; refused where islands stand at
-    unlike steps (`apart`).
-    """
+    """Drop the messages under way, as if never sent; refused at unlike steps (`apart`)."""
     if apart:
         raise ValueError(
             "islands resume at unlike steps, and not all hold what was under way: resume all from "

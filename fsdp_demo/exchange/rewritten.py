@@ -21,9 +21,7 @@ _PIECE = 1 << 20  # elements at a time: torch makes a 64-bit copy of what it add
 
 
 def total(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The sum modulo 2^64 of the bits of all tensors, taken as whole numbers of the size of their
-    elements: int64 scalar on `device`.
-    """
+    """The sum modulo 2^64 of the bits of all tensors, as whole numbers of their elements' size."""
     sums = [
         piece.view(_WORDS[t.element_size()]).sum(dtype=torch.int64)
         for t in tensors
@@ -54,10 +52,8 @@ def odd_ones(totals: Sequence[int | None]) -> list[int]:
     """Indices of the replicas whose sum is not that of more than half of them; all, where no sum
     has a majority. None: not compared.
 
-    Example:
-        >>> from fsdp_demo.exchange.rewritten import odd_ones
-        >>> odd_ones([7, 7, 9]), odd_ones([7, 9]), odd_ones([7, None])
-        ([2], [0, 1], [])
+    >>> odd_ones([7, 7, 9]), odd_ones([7, 9]), odd_ones([7, None])
+    ([2], [0, 1], [])
     """
     known = [t for t in totals if t is not None]
     if len(set(known)) < 2:

@@ -98,10 +98,8 @@ def described(param: LocalParam) -> Described:
 
 
 def agree_on_tensors(peers: PeerGroup, params: Sequence[LocalParam]) -> None:
-    """Compare the parameters as `described`, in their order, with those of all replicas.
-
-    Raises:
-        ValueError: on every replica, naming the first one that differs.
+    """Compare the parameters as `described`, in their order, with those of all replicas. Raises
+    ValueError: on every replica, naming the first one that differs.
     """
     mine = [described(p) for p in params]
     if agreement.all_equal(peers, hashlib.sha256(json.dumps(mine).encode()).digest()):
@@ -113,9 +111,7 @@ def agree_on_tensors(peers: PeerGroup, params: Sequence[LocalParam]) -> None:
 
 
 def tensors_apart(params: Sequence[LocalParam], theirs: Sequence[Sequence[Any]]) -> str:
-    """A sentence on the first difference between the parameters here and those that another island
-    has `described`; empty where there is none.
-    """
+    """How parameters here differ from those that an island has `described`; empty: not."""
     mine, others = ([json.dumps(d) for d in side] for side in (map(described, params), theirs))
     if mine == others:
         return ""
@@ -163,10 +159,8 @@ def read_rates(host: TrainingHost) -> list[list[dict[str, Any]]]:
 
 
 def write_rates(host: TrainingHost, rates: list[list[dict[str, Any]]]) -> None:
-    """The inverse of `read_rates`, in place.
-
-    Raises:
-        ValueError: other numbers of optimizers, groups or values.
+    """The inverse of `read_rates`, in place. Raises ValueError: other numbers of optimizers, groups
+    or values.
     """
     mine = [len(o.param_groups) for o in host.optimizers]
     if [len(groups) for groups in rates] != mine:

@@ -70,16 +70,10 @@ class StepPhases(Protocol):
         ...
 
     def hand_snapshot(self) -> None:
-        """At the end of a step in which a joining island asks for the state of this one: hand it
-        over (`snapshot.py`).
-        """
+        """At the end of a step in which a joining island asks for the state: hand it over."""
 
     def end_of_step(self) -> None:
-        """At the end of a step, after everything else.
-
-        Raises:
-            Stopped: this island stops here.
-        """
+        """At the end of a step, after everything else. Raises Stopped: this island stops here."""
 
 
 class StepRuntime:
@@ -197,9 +191,7 @@ class StepRuntime:
 
     @property
     def peers(self) -> PeerGroup | None:
-        """The ranks with the same shard on the other islands; None on a rank that has none, and
-        when the connections are closed.
-        """
+        """The ranks with the same shard on other islands; None without any, or when closed."""
         return self.connections.peers
 
     @property
@@ -290,10 +282,7 @@ class StepRuntime:
     @collective("optimizer.step()")
     def after(self) -> None:
         """After-step channels of this tick; then the step counts, and a wish to stop takes effect
-        on the whole island.
-
-        Raises:
-            Stopped: it does.
+        on the whole island. Raises Stopped: it does.
         """
         mine, step = self.after_step, self.step
         try:
@@ -317,10 +306,8 @@ class StepRuntime:
     @torch.no_grad()
     @collective("skip()")
     def skip(self) -> None:
-        """Count a step that this replica does not take (`Exchange.skip`).
-
-        Raises:
-            RuntimeError: some of the optimizers have stepped already.
+        """Count a step that this replica does not take (`Exchange.skip`). Raises RuntimeError: some
+        of the optimizers have stepped already.
         """
         self.check_usable()
         if self.hooks.partial:
@@ -409,11 +396,8 @@ class StepRuntime:
         if not isinstance(bad, Tensor) and bad:
             self.host.prepare_gradients([False] * len(self.host.params))
             if self.topology.rank == 0:
-                log.warning(
-                    "%s: gradients of step %d are not finite (NaN or Inf): left out",
-                    self.topology.name,
-                    self.step + 1,
-                )
+                text = "%s: gradients of step %d are not finite (NaN or Inf): left out"
+                log.warning(text, self.topology.name, self.step + 1)
         self.status.gradients(bad, self.peers)
 
     def _mean_over_islands(self, value: float) -> float:
@@ -422,10 +406,8 @@ class StepRuntime:
         return self.island.max(mean or 0.0)[0]  # a copy without peers has none
 
     def send(self, channels: Sequence[ChannelRunner], partial: bool = False) -> None:
-        """Check that the sources are finite, accumulate, encode and launch.
-
-        Args:
-            partial: the message belongs to a part of a round (`ChannelPayload`).
+        """Check that the sources are finite, accumulate, encode and launch. partial: the message
+        belongs to a part of a round (`ChannelPayload`).
         """
         if not channels:
             return
@@ -468,16 +450,14 @@ class StepRuntime:
         )
 
     def _joined_within(self, outgoing: dict[str, ChannelPayload]) -> bool:
-        """Whether this replica has joined the run within the round that these channels send: it has
-        taken fewer steps than the others. (Tokens are counted since it joined.)"""
+        """Whether this replica joined within the round that is sent: it took fewer steps."""
         own = self.step + 1 - self.since
         within = [c.channel for c in self.channels if own < c.channel.schedule.sync_every]
         rounds = [outgoing[c.name] for c in within if c.sums_steps and c.name in outgoing]
         return self.since > 0 and not all(out.partial for out in rounds)
 
     def _norm(self, names: Collection[str]) -> float | Tensor:
-        """The norm of this island's contribution to a message, the same on all its ranks; 0 where
-        it is not checked."""
+        """The norm of this island's contribution, alike on its ranks; 0: not checked."""
         sent = [c for c in self.channels if c.channel.name in names and c.measures]
         if any(c.plain for c in sent):  # no other channel shares a message of gradients
             return self.island.norm_left
@@ -520,12 +500,8 @@ class StepRuntime:
                     if d.channel.name.split(".")[0] == c.channel.after:
                         d.anchor_here()
                 self.drift = drift(self.island, *c.moved)
-                log.info(
-                    "%s: drift %.3g before the average of step %d",
-                    self.topology.name,
-                    self.drift,
-                    at_step,
-                )
+                text = "%s: drift %.3g before the average of step %d"
+                log.info(text, self.topology.name, self.drift, at_step)
 
     def base_step(self) -> None:
         """The base optimizers' step on gradients that the exchange has made."""
@@ -574,8 +550,7 @@ class StepRuntime:
 
     @torch.no_grad()
     def _let_follow(self, asked: bool) -> None:
-        """Send the rates of the ended step to a joining island, and this island's state if it has
-        asked for that."""
+        """Send a joining island the rates of the ended step, and, if `asked`, the state."""
         if self._rates is not None and self.donor_feed is not None:
             self.donor_feed.tick(Tick(self.step - 1, self._rates))
         self._rates = None

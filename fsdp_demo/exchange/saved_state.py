@@ -32,11 +32,10 @@ class History:
         early: those of `slots` whose part in the last exchange came early: they had left, and have
             not applied it.
 
-    Example:
-        >>> one, two = History(3), History(3)
-        >>> one.hear(7, (0, 1, 2)); two.hear(7, (0, 2))
-        >>> one.digest == BEGUN, two.digest == BEGUN
-        (True, False)
+    >>> one, two = History(3), History(3)
+    >>> one.hear(7, (0, 1, 2)); two.hear(7, (0, 2))
+    >>> one.digest == BEGUN, two.digest == BEGUN
+    (True, False)
     """
 
     islands: int
@@ -162,11 +161,7 @@ class ExchangeState:
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> ExchangeState:
-        """The inverse of `to_tree`.
-
-        Raises:
-            ValueError: a channel keeps what no channel knows.
-        """
+        """The inverse of `to_tree`. Raises ValueError: a channel keeps what no channel knows."""
         (tokens, weighed), (loss, losses) = tree["tokens"], tree["losses"]
         return cls(
             step=int(tree["step"]),

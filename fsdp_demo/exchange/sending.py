@@ -71,9 +71,7 @@ class Exchanging(Future[Any]):
         return found
 
     def waited(self, since: float, until: float) -> float:
-        """Seconds of waiting for the link between two times: without those in which the device was
-        still making the message.
-        """
+        """Seconds of waiting between two times, but for those in which the device was at work."""
         begin, end = self.staging
         return until - since - max(0.0, min(end, until) - max(begin, since))
 
@@ -392,8 +390,7 @@ class MessageSender:
     def _job(
         self, peers: PeerGroup, flight: PendingExchange, fields: HeaderFields
     ) -> tuple[Callable[[list[Tensor]], ReceivedMessage], Callable[[], list[Tensor]]]:
-        """Start copying a message to the host; returns the job of the worker with the copy, and a
-        function that waits for the copy."""
+        """Start a message's copy to the host: the worker's job with it, and the wait for it."""
         message = flight.layout
         presence, bodies, vectors = message.pack(flight.parts)
         numbers = fields.numbers(self._device)

@@ -76,10 +76,8 @@ def expected(
     runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any], data: Tensor
 ) -> tuple[DonorPosition, Listed]:
     """The position of a snapshot's donor, and the list of its tensors, from its head `data`, uint8
-    [n], which is compared with the run of this rank.
-
-    Raises:
-        ValueError: as `snapshot_head.read`; or it lists other tensors than this rank needs.
+    [n], which is compared with the run of this rank. Raises ValueError: as `snapshot_head.read`; or
+    it lists other tensors than this rank needs.
     """
     head = snapshot_head.read(runtime, told, data)
     mine = [p.listed for p in _parts(runtime, model, head.stand)]
@@ -142,9 +140,7 @@ def brings(runtime: StepRuntime, model: torch.nn.Module | None) -> dict[str, str
 
 
 def _give_rest(runtime: StepRuntime, model: torch.nn.Module | None, data: Tensor | None) -> None:
-    """Set frozen parameters and buffers from `data` of the snapshot, if it has come, or keep them;
-    further copies get them from the first.
-    """
+    """Set frozen parameters and buffers from `data`, if any; further copies get the first's."""
     if local := _rest(runtime, model):
         work = bytes_of(local) if data is None else data
         runtime.island.broadcast(work)
@@ -256,8 +252,7 @@ def _parts(
 
 
 def own_name(number: int, name: str) -> str:
-    """The name, in a snapshot, of the parameters that the donor sent in its message `number` under
-    way."""
+    """The name, in a snapshot, of the parameters that the donor sent in message `number`."""
     return f"flight{number}.{name}.own"
 
 

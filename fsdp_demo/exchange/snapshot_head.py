@@ -213,11 +213,9 @@ def place(runtime: StepRuntime) -> dict[str, int]:
 
 
 def read(runtime: StepRuntime, told: Mapping[str, Any], data: Tensor) -> SnapshotHead:
-    """Read a head, uint8 [n], that has arrived, and compare it with the run of this rank.
-
-    Raises:
-        ValueError: it is of another run, model, preset, place or release, with the values of both
-            sides; or no head at all.
+    """Read a head, uint8 [n], that has arrived, and compare it with the run of this rank. Raises
+    ValueError: it is of another run, model, preset, place or release, with the values of both
+    sides; or no head at all.
     """
     head = _decoded(data)
     stand, where = head.stand, head.place

@@ -115,12 +115,8 @@ def come_together(
     runtime.queue.watch.unlike = bool(unlike)
     runtime.go_to(own.step if apart else furthest)
     if apart:
-        log.info(
-            "%s goes on from step %d, the furthest island from %d: no exchange lies between",
-            runtime.topology.name,
-            own.step,
-            furthest,
-        )
+        text = "%s goes on from step %d, the furthest island from %d: no exchange lies between"
+        log.info(text, runtime.topology.name, own.step, furthest)
     # a replica that resumes keeps its own tensors where no island is further
     keep = own.applied is not None and own.step == runtime.step
     position, peers = runtime.parameters.position, runtime.peers
@@ -162,8 +158,7 @@ def _warn_of_no_state(runtime: StepRuntime, donor: int) -> None:
 
 
 def take_over(runtime: StepRuntime, donor: int, goes_on: bool) -> None:
-    """Where some island resumes (`goes_on`): make equal the shared state of channels and inner
-    optimizers, and the messages under way."""
+    """Where an island resumes (`goes_on`): make shared state and messages under way equal."""
     if not goes_on:
         return
     _sync_state(runtime, donor)

@@ -214,9 +214,7 @@ def ended(
 
 
 def total_steps(facts: Mapping[str, Any]) -> int | None:
-    """The job's steps, if the facts of the run (`attach(must_match={"steps": N})`; the Trainer's
-    `max_steps`) say them.
-    """
+    """The job's steps, if the facts say them (`must_match={"steps": N}`; `max_steps`)."""
     for name in ("steps", "max_steps"):
         value = facts.get(f"must_match.{name}")
         if isinstance(value, (int, float)) and not isinstance(value, bool):

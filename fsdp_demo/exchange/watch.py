@@ -149,11 +149,8 @@ class Watch:
 
     def check(self, peers: PeerGroup, headers: Sequence[Header], gradients: bool) -> None:
         """Warn of unlike learning rates; refuse parameters that are not equal, or nowhere finite.
-        In the worker's thread, before the island votes.
-
-        Raises:
-            Mismatch: replicas are no longer equal. NotFinite: parameters are to be averaged, and no
-                replica has finite ones.
+        In the worker's thread, before the island votes. Raises Mismatch: replicas are no longer
+        equal. NotFinite: parameters are to be averaged, and no replica has finite ones.
         """
         self._compare_rates(peers, headers)  # ahead of the sums, which may differ because of them
         odd = odd_ones([h.total if h.flags & SUMMED else None for h in headers])
@@ -242,12 +239,8 @@ class Watch:
             norms = [norm_of(h.norm) for h in headers]
             names = ", ".join(f"{peers.label_of(slots[j])} ({norms[j]:.2g})" for j in far)
             others = max((n for j, n in enumerate(norms) if j not in far), default=0.0)
-            log.warning(
-                "step %d: norm far from the others' (at most %.2g) on %s, left out",
-                step + 1,
-                others,
-                names,
-            )
+            text = "step %d: norm far from the others' (at most %.2g) on %s, left out"
+            log.warning(text, step + 1, others, names)
         mine = peers.slot in [slots[j] for j in (*bad, *far)]
         self._run = (self._run + 1.0) * mine
         # then no island has a state that this one could take over
@@ -265,9 +258,7 @@ class Watch:
         return True
 
     def tell_of_written(self, island: IslandGroup) -> None:
-        """Log, once for each, the tensors that were rewritten on any rank of the island: as a
-        warning, or as information where it is done after every step. All its ranks call it.
-        """
+        """Log once each tensor rewritten on any rank; all ranks of the island call it."""
         found = [pair for theirs in island.everyone(self.written) for pair in theirs.items()]
         self.written = {}
         self._told.update(name for name, _ in found)
@@ -291,9 +282,7 @@ class Watch:
             )
 
     def take_loss_and_stop(self, headers: Sequence[Header], stop: int) -> None:
-        """Take the mean loss and the stop flags from the headers of a message, once the island has
-        voted that it is here. stop: its flags on any rank.
-        """
+        """Take mean loss and stop flags (`stop`: on any rank) of a voted message."""
         self.stop |= stop
         losses = [h.loss for h in headers if not math.isnan(h.loss)]
         self.loss = sum(losses) / len(losses) if losses else self.loss

@@ -116,9 +116,7 @@ class TrainingHost(ABC):
 
     @abstractmethod
     def prepare_gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
-        """Writable local gradients: created as zeros where wanted and absent, removed where not
-        wanted, left alone where None.
-        """
+        """Writable gradients: made (zeros) where wanted, removed where not, left where None."""
 
     @abstractmethod
     def base_step(self) -> None:
@@ -135,9 +133,7 @@ class TrainingHost(ABC):
 
     @abstractmethod
     def assert_unchanged(self) -> None:
-        """Raise RuntimeError if parameters joined or left since `attach`, or are trained that were
-        not, or the other way round.
-        """
+        """Raise RuntimeError if the parameters, or which are trained, have changed."""
 
     def check_loaded(self) -> None:
         """Raise RuntimeError if the model computes with other values than the local parameters."""
@@ -164,9 +160,7 @@ def local_part(t: Tensor) -> Tensor:
 
 
 def is_foreign(t: Tensor) -> bool:
-    """Whether a tensor means more than its bytes: it has codes whose scales lie in tensors of its
-    own (torchao) or in attributes (bitsandbytes).
-    """
+    """Whether a tensor has codes with scales elsewhere: its bytes alone mean nothing."""
     if any(getattr(t, name, None) is not None for name in ("quant_state", "SCB")):
         return True
     local = t._local_tensor if is_dtensor(t) else t

@@ -42,9 +42,7 @@ class RoundGradients:
         self._noted.clear()
 
     def refuse_new(self, index: int) -> None:
-        """Raise RuntimeError if an optimizer has gradients that `note` has not seen. A noted
-        gradient may be gone.
-        """
+        """Raise RuntimeError if an optimizer has gradients that `note` has not seen."""
         for p, noted, then in self._noted.get(index, ()):
             if p.grad is not None and (p.grad is not noted or version(noted) != then):
                 raise RuntimeError(
@@ -55,10 +53,8 @@ class RoundGradients:
                 )
 
     def put_back(self, index: int) -> None:
-        """Give an optimizer the gradients of this round, for a step that is taken once more.
-
-        Raises:
-            RuntimeError: they were written to.
+        """Give an optimizer the gradients of this round, for a step that is taken once more. Raises
+        RuntimeError: they were written to.
         """
         noted = self._noted.get(index, ())
         if any(version(gradient) != then for _, gradient, then in noted):
@@ -73,9 +69,7 @@ class RoundGradients:
 
 
 def version(t: Tensor | None) -> int:
-    """The number of writes to the local part of a tensor, as torch counts them; 0 for None. FSDP2
-    writes to that part of a DTensor, so `to_local` is not needed.
-    """
+    """The number of writes to the local part of a tensor, as torch counts them; 0 for None."""
     return 0 if t is None else getattr(t, "_local_tensor", t)._version
 
 

@@ -92,9 +92,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let the parts work on this optimizer's own groups and state: whoever swaps parameters or
-        loads a state finds one of each.
-        """
+        """Let the parts work on this optimizer's own groups and state: there is one of each."""
         at = 0
         for part, count in zip(self.parts, self._counts, strict=True):
             part.param_groups, part.state = self.param_groups[at : at + count], self.state
@@ -131,10 +129,8 @@ def _split(named: list[Any], adamw: tuple[str, ...]) -> tuple[list[Any], list[An
 def adamw_rate(lr: float) -> float:
     """The rate of the AdamW part beside Muon at `lr`: 4e-4 at the published one.
 
-    Example:
-        >>> from fsdp_demo.hosts.muon import adamw_rate
-        >>> adamw_rate(0.0224)
-        0.0004
+    >>> adamw_rate(0.0224)
+    0.0004
     """
     return 4e-4 * lr / PUBLISHED
 
@@ -142,9 +138,7 @@ def adamw_rate(lr: float) -> float:
 def _by_shape(
     matrices: list[tuple[str, Tensor]], lr: float, weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Groups in which torch's factor sqrt(max(1, out / in)) comes to sqrt(out / in), and lr
-    weight_decay to what it is elsewhere.
-    """
+    """Groups in which torch's factor comes to sqrt(out / in), lr weight_decay as elsewhere."""
     groups: dict[float, list[tuple[str, Tensor]]] = {}
     for name, p in matrices:
         groups.setdefault(min(1.0, p.shape[0] / max(p.shape[1], 1)) ** 0.5 or 1.0, []).append(

@@ -90,9 +90,7 @@ def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
 def check_inner(
     config: ExchangeConfig, names: Sequence[str], optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
-    """Raise ValueError if the preset is not defined for one of the optimizers (of kinds `names`);
-    the message says the cure.
-    """
+    """Raise ValueError, with the cure, if the preset is not defined for one of these kinds."""
     if keeps_momentum(config):
         _warn_of_second_momentum(config.preset, optimizers)
     if {"any", "as_is"} & set(config.inner_optimizers):
@@ -124,15 +122,12 @@ def _warn_of_second_momentum(preset: str, optimizers: Sequence[torch.optim.Optim
     for optimizer in optimizers:
         first = max(group.get("betas", (0.0,))[0] for group in optimizer.param_groups)
         if first:
-            log.warning(
+            text = (
                 "preset %s keeps a momentum of gradients itself, and %s adds its own: betas[0]=%g. "
                 "With both, training learned little: use betas=(0.0, 0.95), or "
-                "fsdp_demo.base_optimizer%s",
-                preset,
-                type(optimizer).__name__,
-                first,
-                see("wrong-optimizer"),
+                "fsdp_demo.base_optimizer%s"
             )
+            log.warning(text, preset, type(optimizer).__name__, first, see("wrong-optimizer"))
 
 
 def materialise(optimizer: torch.optim.Optimizer) -> None:

@@ -43,9 +43,7 @@ class ShardedMuon(torch.optim.Muon):
         return loss
 
     def _direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
-        """The momentum of a parameter with its gradient in it. A tensor of its own, for torch's
-        product divides one of bf16 in place.
-        """
+        """The momentum with its gradient in it, as a tensor of its own: torch divides in place."""
         state, momentum, gradient = self.state[p], group["momentum"], p.grad
         assert gradient is not None
         if "momentum_buffer" not in state:

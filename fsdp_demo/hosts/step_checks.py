@@ -48,9 +48,7 @@ def makes_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if a loss scaler is at work in this very step: a fused optimizer is told of
-    it, others are stepped by it.
-    """
+    """Raise ValueError if a loss scaler is at work in this very step."""
     if getattr(optimizer, "found_inf", None) is not None or any(
         scales(frame.f_locals.get("self")) for frame in _callers()
     ):
@@ -58,9 +56,7 @@ def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _callers() -> Iterator[FrameType]:
-    """The frames of the functions that have called a step: the hook, torch's wrapper of `step`,
-    those of a scaler or a checkpoint, and wrappers of users. Sixteen are enough.
-    """
+    """The frames of what has called a step: hooks, wrappers, scalers. Sixteen are enough."""
     frame = sys._getframe().f_back
     for _ in range(16):
         if frame is None:
@@ -114,13 +110,11 @@ class NotStepped:
         if self._dropped[index] < DROPPED and self._passes[index] < PASSES:
             return
         name = type(self._optimizers[index]).__name__
-        log.warning(
+        text = (
             "step() of the attached %s was not called once in %d backward passes: the exchange "
             "counts its steps alone, so exchange.step stays where it is, and nothing is "
             "exchanged. Attach the optimizer whose step() is called (optimizer.base_optimizer of "
-            "SAM and its kin)%s",
-            name,
-            self._passes[index],
-            see("base-optimizer"),
+            "SAM and its kin)%s"
         )
+        log.warning(text, name, self._passes[index], see("base-optimizer"))
         self.stop()

@@ -58,22 +58,16 @@ class StepHooks(ABC):
 
     @abstractmethod
     def skip(self, base_step: Callable[[], None] | None) -> None:
-        """Make a tick of a step that the training loop did not take; `base_step` runs between
-        `before` and `after`.
-        """
+        """Make a tick of a step not taken; `base_step` runs between `before` and `after`."""
 
     @property
     def partial(self) -> int:
-        """How many optimizers have stepped in a tick that is not complete; 0 where one failed, and
-        where the engine has one optimizer.
-        """
+        """How many optimizers have stepped in an incomplete tick; 0 where one has failed."""
         return 0
 
     @contextmanager
     def paused(self, refusal: str = "") -> Iterator[None]:
-        """Within this context steps do not count; with a `refusal` they are a RuntimeError with
-        that text.
-        """
+        """A context in which steps do not count; with a `refusal` they raise RuntimeError."""
         before = self._refusal
         self._off, self._refusal = self._off + 1, refusal or before
         try:

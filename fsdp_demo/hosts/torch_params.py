@@ -170,9 +170,7 @@ class TorchHost(TrainingHost):
         return out
 
     def shard_position(self, rank: int, world: int) -> ShardPosition:
-        """Shard and copy of this rank in an island of `world` ranks, read from the DTensors' mesh
-        (ranks are copy-major).
-        """
+        """Shard and copy of this rank in an island of `world` ranks, from DTensors' mesh."""
         shards = self._shards
         if world % shards:
             raise ValueError(
@@ -228,8 +226,7 @@ TURNS = 16
 
 
 def _gradient(p: Tensor) -> Tensor | None:
-    """The local part of a gradient, cut as its parameter is. Sequence parallelism leaves partial
-    sums, which are added up here, where the optimizer would have done it."""
+    """The local part of a gradient, cut as its parameter is; partial sums are added up here."""
     g = p.grad
     if is_dtensor(g) and is_dtensor(p) and g.placements != p.placements:
         g = p.grad = g.redistribute(placements=p.placements)
@@ -305,11 +302,8 @@ def layers(optimizer: Any) -> list[Any]:
 
 def unwrap(optimizer: Any) -> torch.optim.Optimizer:
     """The innermost torch optimizer under Accelerate-like wrappers (`.optimizer`), where hooks see
-    the shards.
-
-    Raises:
-        ValueError: there is none, or it steps copies of the parameters; Accelerate steps it by a
-            loss scaler.
+    the shards. Raises ValueError: there is none, or it steps copies of the parameters; Accelerate
+    steps it by a loss scaler.
     """
     if scales(getattr(optimizer, "scaler", None)):  # of Accelerate
         raise ValueError(SCALED)

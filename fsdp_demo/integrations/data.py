@@ -64,12 +64,8 @@ def split_dataset_by_island(dataset: Any, topology: Topology | None = None) -> A
             )
         if rows < len(dataset):
             summary.speak(topology)
-            log.info(
-                "%d of %d rows are left out, so that %d islands get equally many",
-                len(dataset) - rows,
-                len(dataset),
-                islands,
-            )
+            text = "%d of %d rows are left out, so that %d islands get equally many"
+            log.info(text, len(dataset) - rows, len(dataset), islands)
         mine = range(island, rows, islands)
         return dataset.select(mine) if hasattr(dataset, "select") else Subset(dataset, mine)
     if not isinstance(dataset, Iterable):

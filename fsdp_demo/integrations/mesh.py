@@ -96,9 +96,7 @@ def mesh_topology(accelerator: Any) -> Topology:
 
 
 def refuse_hsdp(config: Any) -> None:
-    """Raise ValueError for Accelerate's own replicate axis, over which gradients are all-reduced at
-    every step.
-    """
+    """Raise ValueError for Accelerate's replicate axis, which all-reduces at every step."""
     ours = config is None or isinstance(config, ExchangeParallelismConfig)
     if not ours and config.dp_replicate_size > 1:
         raise ValueError(

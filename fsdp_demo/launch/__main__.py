@@ -143,9 +143,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _of_ranks(status: int, folder: str) -> int:
-    """The status of an island whose command ended with `status`, which may be that of a launcher in
-    it: what the ranks have written counts for more than 1, or an abort at the interpreter's end.
-    """
+    """The status of an ended island: what ranks have written counts for more than 1 or an abort."""
     if status in (1, 128 + signal.SIGABRT):
         return next((code for code in (DECIDE, SAVED) if was_told(folder, code)), status)
     return status

@@ -31,9 +31,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parse as argparse does, but name an unknown flag before a missing one, which it may be
-        meant for.
-        """
+        """Parse as argparse, but name an unknown flag before a missing one."""
         words = list(sys.argv[1:] if args is None else args)
         # another parser, or another program, takes the words after the first one
         handed_on = any(a.nargs in (argparse.PARSER, argparse.REMAINDER) for a in self._actions)

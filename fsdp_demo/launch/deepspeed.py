@@ -82,9 +82,7 @@ def run(argv: list[str]) -> int:
 
 
 def node() -> int:
-    """DeepSpeed's launcher of the ranks of this machine; returns the status of the rank that failed
-    first (see `torch_launcher.failed_status`).
-    """
+    """DeepSpeed's launcher of this machine's ranks; the status of the one that failed first."""
     launcher, stopped_at = importlib.import_module(_NODE), float("inf")
     terminate = launcher.terminate_process_tree
 

@@ -98,9 +98,7 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
 
 
 def start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start an island's launcher without input, with pipes for its output. It is told to end when
-    this process is gone.
-    """
+    """Start an island's launcher with pipes for its output; it is told to end with this process."""
     # A session of its own: Ctrl-C in the terminal reaches only this process, which then ends the
     # others in order.
     return subprocess.Popen(
@@ -144,10 +142,8 @@ class Launcher:
                 signal.signal(number, handler)
 
     def run(self, command: Sequence[str], env: Mapping[str, str], session: bool = False) -> int:
-        """Start a launcher and wait for it; its status as a shell shows it.
-
-        Args:
-            session: in a session of its own.
+        """Start a launcher and wait for it; its status as a shell shows it. session: in a session
+        of its own.
         """
         self._process = subprocess.Popen(
             command, env=env, start_new_session=session, preexec_fn=end_with_parent
@@ -238,9 +234,7 @@ def _processes() -> Iterator[tuple[int, str, int]]:
 
 
 def descendants(of: int, *, leave_out: Iterable[int] = ()) -> list[int]:
-    """Ids of all living descendants of process `of`, children before grandchildren, without the
-    trees under `leave_out`.
-    """
+    """Ids of all living descendants of `of`, parents first, without the trees under `leave_out`."""
     children: dict[int, list[int]] = {}
     for pid, state, parent in _processes():
         if state not in "ZX":

@@ -112,9 +112,7 @@ class RehearsedIsland:
 
 
 class Supervisor:
-    """Starts store and islands, passes their output on to `stream`, and sees to it that nothing of
-    it is left.
-    """
+    """Starts store and islands, passes output to `stream`, and leaves no process behind."""
 
     def __init__(self, plan: Rehearsal, stream: TextIO) -> None:
         self.plan, self.console = plan, Console(stream)
@@ -134,10 +132,8 @@ class Supervisor:
         self.signals.append(number)
 
     def run(self) -> int:
-        """Run the rehearsal to its end; returns the worst exit status.
-
-        Raises:
-            ValueError: the store did not start.
+        """Run the rehearsal to its end; returns the worst exit status. Raises ValueError: the store
+        did not start.
         """
         adopt_orphans()
         before = {
@@ -278,9 +274,7 @@ class Supervisor:
     # End
 
     def drain(self) -> None:
-        """Pass on what is still in the pipes, for a second: a process left behind may hold one open
-        for ever.
-        """
+        """Pass on what is in the pipes, for a second: a process left may hold one open."""
         until = time.monotonic() + 1
         while self.selector.get_map() and time.monotonic() < until:
             self.pass_output(0.05)

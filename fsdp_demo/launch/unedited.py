@@ -42,10 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def variables(args: argparse.Namespace) -> dict[str, str]:
-    """The variables that say what these flags do; none without `--exchange`.
-
-    Raises:
-        ValueError: `--set` or `--resume` without `--exchange`; what `load_config` refuses.
+    """The variables that say what these flags do; none without `--exchange`. Raises ValueError:
+    `--set` or `--resume` without `--exchange`; what `load_config` refuses.
     """
     if args.exchange is None:
         if args.changes or args.resume:

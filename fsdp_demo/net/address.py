@@ -91,9 +91,7 @@ def is_public(host: str) -> bool:
 
 
 def route_to(endpoint: str) -> str:
-    """The local address from which packets to the endpoint leave: right where a machine has several
-    interfaces.
-    """
+    """The local address from which packets to the endpoint leave, where there are several, too."""
     place = split_endpoint(endpoint)
     family, _, _, _, target = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -160,11 +158,7 @@ class Keys:
 
 
 def check(token: str) -> str:
-    """The token, if it is long enough.
-
-    Raises:
-        ValueError: it is short.
-    """
+    """The token, if it is long enough. Raises ValueError: it is short."""
     if len(token) < SHORTEST:
         raise ValueError(
             f"ISLAND_TOKEN has {len(token)} characters, allowed are {SHORTEST} or more: take "

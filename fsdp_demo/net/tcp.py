@@ -104,9 +104,7 @@ class Counted(NamedTuple):
 
 
 def counted(descriptor: int) -> Counted | None:
-    """The counts of a TCP connection. None where the kernel does not tell: no Linux, one before
-    4.10, or the connection has closed.
-    """
+    """The counts of a TCP connection; None: no Linux, one before 4.10, or it has closed."""
     with suppress(OSError, struct.error), _connection(descriptor) as made:
         info = made.getsockopt(sockets.IPPROTO_TCP, _TCP_INFO, _COUNTED.size)
         *numbers, busy, there, here = _COUNTED.unpack(info)

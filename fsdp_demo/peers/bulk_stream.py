@@ -73,10 +73,7 @@ class Reader:
 
     def begin(self, seconds: float) -> ItemHead | None:
         """The head of the next item, or of the one that is being read; None: not within so many
-        seconds.
-
-        Raises:
-            PeerLost: the connection is gone. WireError: this is no head.
+        seconds. Raises PeerLost: the connection is gone. WireError: this is no head.
         """
         if self.head is None and (data := self._note(seconds)) is not None:
             self.head = from_json(data, ItemHead, f"what {self._who} sends", WireError)
@@ -90,11 +87,8 @@ class Reader:
 
     def part(self, longest: int, seconds: float) -> Tensor | None:
         """The next part of the item, uint8; None: not all of it came within so many seconds, ask
-        again.
-
-        Raises:
-            WireError: it has more than `longest` bytes, or its notes do not fit. PeerLost: the
-                connection is gone.
+        again. Raises WireError: it has more than `longest` bytes, or its notes do not fit.
+        PeerLost: the connection is gone.
         """
         if not self._sizes:
             raise WireError(
@@ -124,11 +118,7 @@ class Reader:
         return done
 
     def end(self) -> None:
-        """The item has been read.
-
-        Raises:
-            WireError: something of it has not.
-        """
+        """The item has been read. Raises WireError: something of it has not."""
         if self._sizes:
             raise WireError(
                 f"{self._who} has sent an item with more parts than expected: use one release "

@@ -68,9 +68,7 @@ def share(vectors: Sequence[tuple[Tensor, str]], size: int, j: int) -> Tensor:
 
 
 def own_part(vectors: Sequence[tuple[Tensor, str]], size: int, mine: int) -> list[Tensor]:
-    """The part that rank `mine` of `size` owns and sends to nobody, as the others would decode it:
-    fp32 values are views.
-    """
+    """The part that rank `mine` of `size` keeps, as others would decode it: fp32 as views."""
     parts, codes = _parts(vectors, size, mine), [code for _, code in vectors]
     return [coding.rounded(code, v) for v, code in zip(parts, codes, strict=True)]
 
@@ -162,8 +160,7 @@ def legs(
 def _exact_means(
     bodies: list[Any], spans: Spans, weights: Sequence[Sequence[float]], data: Tensor
 ) -> None:
-    """`_means` of codes that are number formats of torch, coded into `data`: the same sums in the
-    same order, in stretches that stay in the cache of a core."""
+    """`_means` of codes that are number formats of torch, in stretches for a core's cache."""
     rooms = _split(data, spans)
     parts = [body if isinstance(body, list) else _split(body, spans) for body in bodies]
     bodies.clear()

@@ -67,11 +67,8 @@ class QueuedPiece:
 
     def wait(self, timeout: timedelta) -> None:
         """Wait until the piece is here, or is handed to the library, which may read from its memory
-        for as long as the connection stands.
-
-        Raises:
-            WireError: the piece that came is refused. RuntimeError: the peer is gone, or was silent
-                for `timeout`.
+        for as long as the connection stands. Raises WireError: the piece that came is refused.
+        RuntimeError: the peer is gone, or was silent for `timeout`.
         """
         self._poller.wait(self, timeout.total_seconds())
         if self.error is not None:
@@ -213,9 +210,7 @@ class PeerConnection:
 
     @property
     def stood(self) -> float | None:
-        """Seconds since the last byte came, bytes of incomplete pieces included; None where the
-        kernel does not tell.
-        """
+        """Seconds since the last byte came, also of a piece; None: the kernel does not tell."""
         return None if self.gone or not self.ready else stood(self._file)
 
     @property
@@ -261,9 +256,7 @@ class PeerConnection:
             self.socket.connect(self._address)
 
     def _not_there(self, event: int) -> None:
-        """The connection ended before its peer had greeted: a listening end waits on, a dialling
-        one tries again.
-        """
+        """A connection ended ungreeted: a listening end waits on, a dialling one retries."""
         if event & REFUSED:
             self.trouble = "the other side could not prove that it knows ISLAND_TOKEN"
         if self._address and not self._dial_at:
@@ -302,9 +295,7 @@ class PeerConnection:
                     self.doubted = time.monotonic()
 
     def lose(self, reason: str) -> None:
-        """Note that the connection has ended, and why. Pieces that have come are still read; all
-        other waits end.
-        """
+        """Note the connection's end, and why; pieces are still read, other waits end."""
         self._drain()
         with self.poller.lock:
             self.gone = self.gone or reason

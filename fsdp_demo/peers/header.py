@@ -192,9 +192,7 @@ def _head(header: Header, body: Tensor) -> Tensor:
 
 
 class Sealed(NamedTuple):
-    """A message whose body lies where it was made or is needed: its first bytes, uint8 [56], and
-    the body, uint8 [n]; on the CPU, contiguous.
-    """
+    """A message where it lies: its first bytes, uint8 [56], and its body, uint8 [n]; on the CPU."""
 
     head: Tensor
     body: Tensor
@@ -274,11 +272,7 @@ def _refuse_torn(head: bytes, sender: str) -> int:
 
 
 def check_body(body: Tensor, crc: int, theirs: Header, sender: str) -> Tensor:
-    """The body, if its checksum fits.
-
-    Raises:
-        WireError: it does not.
-    """
+    """The body, if its checksum fits. Raises WireError: it does not."""
     if checksum(body) != crc:
         raise WireError(
             f"{_name(theirs)} from {sender} is damaged: its checksum does not fit its "

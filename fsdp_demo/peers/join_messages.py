@@ -69,10 +69,8 @@ class DonorSnapshot:
     tensors: dict[str, Tensor]
 
     def pack(self) -> list[Tensor]:
-        """As bytes: the head, then each tensor (views); all uint8 [n].
-
-        Raises:
-            ValueError: the head is longer than LONGEST.
+        """As bytes: the head, then each tensor (views); all uint8 [n]. Raises ValueError: the head
+        is longer than LONGEST.
         """
         tensors = (t.contiguous().view(-1).view(torch.uint8) for t in self.tensors.values())
         return [to_bytes(self.head), *tensors]
@@ -148,9 +146,7 @@ class Expected:
     longest: int | None = None
 
     def sizes(self, head: Tensor) -> list[int]:
-        """Bytes of what comes behind the head of a packed message (uint8 [n]). Raises WireError if
-        it is another message than this.
-        """
+        """Bytes behind the head of a packed message; WireError if it is not the expected one."""
         found = self.check(head)
         means = (
             [coding.total_bytes(part) for part in legs(self.vectors, len(found.headers))[1]]
@@ -206,10 +202,8 @@ def packed(arrived: ReceivedMessage, coded: Sequence[Tensor] = ()) -> list[Tenso
 
 
 def unpacked(parts: Sequence[Tensor], expected: Expected) -> ReceivedMessage:
-    """The inverse of `packed`.
-
-    Raises:
-        WireError: it is another message than the expected one, or cut off.
+    """The inverse of `packed`. Raises WireError: it is another message than the expected one, or
+    cut off.
     """
     if not parts:
         raise WireError("a message to follow was cut off: nothing came")

@@ -63,11 +63,7 @@ class PieceHeader(NamedTuple):
 
 
 def read(data: bytes) -> PieceHeader:
-    """The frame in `data`.
-
-    Raises:
-        WireError: it is none, or announces more than `LARGEST` bytes.
-    """
+    """The frame in `data`. Raises WireError: it is none, or announces more than `LARGEST` bytes."""
     if len(data) != FRAME.size:
         raise WireError(
             f"a frame of {len(data)} bytes, expected {FRAME.size}: somebody else connects here, or "
@@ -125,10 +121,8 @@ class Inbox:
 
     def place(self, frame: PieceHeader) -> Any:
         """The room for a piece, which is taken from `rooms` (it has `size`, in bytes), or a
-        `NoRoom`. Ask again after LATER.
-
-        Raises:
-            WireError: it is not the next of its message, or longer than its room.
+        `NoRoom`. Ask again after LATER. Raises WireError: it is not the next of its message, or
+        longer than its room.
         """
         if frame.view > self.view:
             return NoRoom.LATER
@@ -158,10 +152,7 @@ class Inbox:
 
     def wait_for(self, number: int, room: Any) -> Any:
         """Post a room for the next piece of a message: the piece, if it came before; None if it is
-        to come.
-
-        Raises:
-            WireError: what came is longer.
+        to come. Raises WireError: what came is longer.
         """
         if self.kept.get(number):
             data, size = self._first(self.kept, number)

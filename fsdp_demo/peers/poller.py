@@ -131,9 +131,7 @@ class Poller:
 
     def run(self, job: Callable[[], T]) -> T:
         """Run a job that touches sockets in the network thread; returns or raises what it does.
-
-        Raises:
-            RuntimeError: the connections were closed.
+        Raises RuntimeError: the connections were closed.
         """
         if threading.current_thread() is self.thread:
             return job()
@@ -160,11 +158,7 @@ class Poller:
         return future
 
     def wait(self, piece: QueuedPiece, seconds: float) -> None:
-        """Wait until a piece has been moved.
-
-        Raises:
-            RuntimeError: nothing came for so long.
-        """
+        """Wait until a piece has been moved. Raises RuntimeError: nothing came for so long."""
         end = time.monotonic() + seconds
         while not piece.is_completed():
             left = end - time.monotonic()
@@ -173,10 +167,8 @@ class Poller:
             self.wait_until(piece.is_completed, left)
 
     def wait_until(self, reached: Callable[[], bool], seconds: float) -> None:
-        """Wait for what the network thread brings about, at most so long.
-
-        Raises:
-            RuntimeError: the connections were closed before.
+        """Wait for what the network thread brings about, at most so long. Raises RuntimeError: the
+        connections were closed before.
         """
         end = time.monotonic() + seconds
         with self.lock:
@@ -215,9 +207,7 @@ class Poller:
             self._near.send(b"\0")
 
     def close(self, linger: float = LINGER) -> None:
-        """Close all connections; waits end with an error, what was handed over has `linger` seconds
-        to leave.
-        """
+        """Close all connections; waits end with an error, `linger` seconds for what is queued."""
         with self.lock:
             if self.closed:
                 return

@@ -199,12 +199,11 @@ class VotePace:
     Attributes:
         steps: between two votes, as agreed.
 
-    Example:
-        >>> pace = VotePace()
-        >>> pace.due(), pace.steps  # the first step votes
-        (True, 1)
-        >>> pace.agreed(0.25); pace.agreed(0.25); pace.steps  # it doubles at most
-        4
+    >>> pace = VotePace()
+    >>> pace.due(), pace.steps  # the first step votes
+    (True, 1)
+    >>> pace.agreed(0.25); pace.agreed(0.25); pace.steps  # it doubles at most
+    4
     """
 
     def __init__(self) -> None:

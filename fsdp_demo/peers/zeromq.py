@@ -83,9 +83,7 @@ class Meeting:
 
 
 class Listens(TypedDict):
-    """The note in which a rank tells where it listens: a port for each other rank. key: the mark of
-    its keys.
-    """
+    """The note of where a rank listens: a port for each other rank. key: its keys' mark."""
 
     host: str
     ports: dict[str, int]
@@ -114,9 +112,7 @@ class GroupConnections:
         return piece
 
     def recv(self, tensor: Tensor, rank: int, number: int) -> QueuedPiece:
-        """Receive the next piece of message `number` from `rank` into a tensor; it may be shorter,
-        not longer.
-        """
+        """Receive the next piece of message `number` from `rank`, at most the tensor's size."""
         piece, wire = QueuedPiece(self._poller, tensor), self.wires[rank]
         self._poller.post_recv(wire, piece, number)
         return piece
@@ -144,9 +140,7 @@ class ZeroMQ:
 
     def open(self, k: int | str) -> GroupConnections:
         """Connections number k = 0, 1, ... to the other ranks, all of which make the same call.
-
-        Raises:
-            ValueError: the islands do not fit together. PeerLost: somebody did not come in time.
+        Raises ValueError: the islands do not fit together. PeerLost: somebody did not come in time.
         """
         try:
             return GroupConnections(self._poller, self._open(k))
@@ -270,11 +264,7 @@ def resolved(address: str, setting: str = "ISLAND_ADDRESS") -> str:
 
 
 def bound(made: Any, host: str, name: str, setting: str = "ISLAND_ADDRESS") -> str:
-    """Bind a socket to any port of an IP address; the endpoint.
-
-    Raises:
-        PeerLost: it cannot.
-    """
+    """Bind a socket to any port of an IP address; the endpoint. Raises PeerLost: it cannot."""
     made.ipv6 = ":" in host
     try:
         made.bind(f"tcp://{join_address(host, 0)}")

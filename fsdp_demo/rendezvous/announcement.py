@@ -61,10 +61,7 @@ class Rendezvous:
 
     def join(self, user: PeerUser | None = None) -> tuple[PeerGroup | None, int]:
         """The peers of this rank, None for a copy that is not active, and the number of active
-        copies.
-
-        Raises:
-            ValueError, PeerLost: see `topology.Topology.join`.
+        copies. Raises ValueError, PeerLost: see `topology.Topology.join`.
         """
         try:
             return self._join(user)
@@ -128,18 +125,14 @@ class Rendezvous:
     # -- who is there -----------------------------------------------------------------------------
 
     def _meet(self, store: Store) -> dict[int, Announcement]:
-        """Wait for the first rank of every island that begins, and compare layouts; what each has
-        announced.
-        """
+        """Wait for the first rank of each starting island, compare layouts; the announcements."""
         self._announce(store)
         infos = self._gather(store)
         self._compare(infos)
         return infos
 
     def _look(self, store: Store) -> dict[int, Announcement]:
-        """As `_meet`, for an island that comes when the run is under way: those that have been
-        announced, and this one.
-        """
+        """As `_meet`, where the run is under way: who has been announced, and this one."""
         topology, position, mine = self._topology, self._position, self._announcement()
         infos = {}
         for i in range(topology.islands):

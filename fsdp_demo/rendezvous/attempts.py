@@ -66,10 +66,7 @@ def join(topology: Replica, store: Store | None = None) -> Pulse:
     call, and told to the others.
 
     An island that a supervisor has started again, and that finds the run finished by the others,
-    ends with status 0: it is not needed.
-
-    Args:
-        store: a connection that may be used for it.
+    ends with status 0: it is not needed. store: a connection that may be used for it.
 
     Raises:
         ValueError: the run has finished, or a process that lives plays the same island.
@@ -128,9 +125,7 @@ class Taken(NamedTuple):
 
 
 def _from_first(topology: Replica, decide: Callable[[], Taken]) -> Taken:
-    """What `decide` gives on rank 0, on all ranks of the island, through the store of their own
-    world; an error there is raised on all.
-    """
+    """What `decide` gives, or raises, on rank 0, on all ranks, by their own world's store."""
     if topology.world == 1:
         return decide()
     own = WorldStore(
@@ -167,9 +162,7 @@ _ERRORS: dict[str, type[Exception]] = {"finished": Finished, "lost": PeerLost, "
 
 
 def _begin(topology: Replica, store: Store) -> Taken:
-    """A place in an attempt, once the islands that begin it are known; in the next attempt, where
-    this one ends before that.
-    """
+    """A place in an attempt, once who begins it is known; else in the next attempt."""
     while True:
         taken = _take(topology, store)
         at = store.under(f"{topology.run}/{taken.number}")
@@ -240,9 +233,7 @@ def _lives(slot: str) -> int:
 
 
 def _waits(topology: Replica, at: Store) -> bool:
-    """Whether the attempt has not begun, and this island is not among those that begin it. The end
-    of its process then ends nothing.
-    """
+    """Whether the attempt has not begun, and begins without this island, whose end ends nothing."""
     if at.get("begun"):
         return False
     starters = starting.decided(at, topology.count)

@@ -173,10 +173,7 @@ def warn_of_unknown(env: Mapping[str, str]) -> None:
 
 def warn_of_open(place: Endpoint, address: str, token: str) -> None:
     """Say once, loudly, where the run can be reached from the open internet and does not ask for a
-    token.
-
-    Args:
-        place: ISLAND_ENDPOINT. address: ISLAND_ADDRESS, "" where it is not set.
+    token. place: ISLAND_ENDPOINT. address: ISLAND_ADDRESS, "" where it is not set.
     """
     reached = {f"ISLAND_ENDPOINT={place}": place.host, f"ISLAND_ADDRESS={address}": address}
     public = [said for said, host in reached.items() if host and is_public(host)]

@@ -82,10 +82,7 @@ class IslandGroup(Ranks):
         repeats: Sequence[int] = (),
     ) -> float | Tensor:
         """Scale local gradients in place so that their norm over all shards is at most `limit`
-        (None: leave them); say if it is finite.
-
-        The same formula as `torch.nn.utils.clip_grad_norm_`: factor limit / (norm + 1e-6), at most
-        1.
+        (None: leave them), as `torch.nn.utils.clip_grad_norm_` does; say if it is finite.
 
         Args:
             across: makes a mean over the islands of the squared norm, on the host. Without it
@@ -194,9 +191,7 @@ class IslandGroup(Ranks):
         return bad
 
     def release(self) -> None:
-        """Close the groups that were made here on gloo, and forget the others, which end with
-        torch.distributed.
-        """
+        """Close the groups made here on gloo, and forget the others, which end with torch's."""
         for group in (self.group, self.copies) if self._closes else ():
             with suppress(ValueError, AssertionError):  # torch.distributed has ended before
                 if group is not None and dist.get_backend(group) == "gloo":

@@ -19,17 +19,17 @@ import logging
 import os
 import secrets
 import socket
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from hashlib import blake2b
 
 from ..elastic.connect import Limits, PeerPosition, starting_peers
 from ..elastic.peer_group import PeerGroup, PeerUser
-from ..errors import PeerLost, StoreSilent
+from ..errors import PeerLost, StoreSilent, counted
+from ..files import to_json
 from ..net.address import interface_addresses
 from ..net.link import Link
-from ..peers.zeromq import LOOK, Meeting
+from ..peers.zeromq import Meeting
 from ..store.client import Store
 from .position import Replica
 
@@ -50,10 +50,8 @@ def meeting_place(ranks: Iterable[int]) -> str:
 
 def address() -> str:
     """The address of this rank, as torch's gloo chooses it: that of the interface
-    GLOO_SOCKET_IFNAME (the first of several), else that of the host's name, else loopback.
-
-    Raises:
-        ValueError: there is no such interface, or it has no address.
+    GLOO_SOCKET_IFNAME (the first of several), else that of the host's name, else loopback. Raises
+    ValueError: there is no such interface, or it has no address.
     """
     if names := os.environ.get(INTERFACE, ""):
         return _address_of(names.split(",")[0].strip())
@@ -80,12 +78,10 @@ def _address_of(interface: str) -> str:
 
 
 def mesh_peers(topology: Replica, link: Link | None, user: PeerUser | None = None) -> PeerGroup:
-    """Meet the other ranks of the peer group, all at once. user: what the user gives it.
-
-    Raises:
-        ValueError: GLOO_SOCKET_IFNAME names no interface. PeerLost: somebody did not come in time.
+    """Meet the other ranks of the peer group, all at once. user: what the user gives it. Raises
+    ValueError: GLOO_SOCKET_IFNAME names no interface. PeerLost: somebody did not come in time.
     """
-    t, here, own = topology, address(), secrets.token_hex(16)
+    t, here, own = topology, address(), to_json(secrets.token_hex(16))
     names = {i: f"island{i}" for i in range(t.islands)}
     place = PeerPosition(t.island, 0, 1, names, t.world)
     limits = Limits(t.timeout, t.timeout, t.islands, joins=False)
@@ -93,7 +89,7 @@ def mesh_peers(topology: Replica, link: Link | None, user: PeerUser | None = Non
     keys = [f"life/{i}" for i in range(t.islands)]
     store.set(keys[t.island], own)
     while True:
-        words = _words(store, keys, place, t.timeout)
+        words = _words(store, names, t.timeout)
         name = blake2b(" ".join(words).encode(), digest_size=24).hexdigest()
 
         def goes_on(waited_for: str, words: list[str] = words) -> None:
@@ -123,12 +119,10 @@ def mesh_peers(topology: Replica, link: Link | None, user: PeerUser | None = Non
         return peers
 
 
-def _words(store: Store, keys: list[str], place: PeerPosition, timeout: float) -> list[str]:
-    """The words of all replicas, once all have come."""
-    end = time.monotonic() + timeout
-    while not all(words := store.get_all(keys)):
-        if time.monotonic() > end:
-            missing = ", ".join(place.label(i) for i, word in enumerate(words) if not word)
-            raise PeerLost(f"waited {timeout:g} s for the addresses of {missing}")
-        time.sleep(LOOK)
-    return words
+def _words(store: Store, names: Mapping[int, str], timeout: float) -> list[str]:
+    """The words of all replicas, as the store holds them, once all have come."""
+    what = f"the addresses of {counted(len(names), 'island')}"
+    found = store.gather(
+        "life", range(len(names)), str, timeout, what, label=lambda i, _: f"{i} ({names[i]})"
+    )
+    return [to_json(word) for word in found.values()]

@@ -196,9 +196,7 @@ def _grouped(places: list[str], late: int) -> str:
 
 
 def collective(call: str) -> Callable[[F], F]:
-    """Decorator of a method that all ranks of an island call together. Its object has a
-    `SiblingWatch` in `_calls`.
-    """
+    """Decorator of a method that all ranks call together; `_calls` has the `SiblingWatch`."""
 
     def marked(method: F) -> F:
         @wraps(method)

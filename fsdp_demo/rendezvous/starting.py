@@ -80,15 +80,7 @@ def call(
     roll = _Starters(at, place)
     if roll.of_an_earlier_start(late, lives):
         return None
-    said: Came = {
-        "name": place.name,
-        "host": socket.gethostname(),
-        "count": place.count,
-        "slots": place.islands,
-        "least": place.suffice,
-        "stall": place.stall,
-    }
-    at.set(f"came/{place.island}", json.dumps(said))
+    roll.come()
     expected = place.island < place.count
     for i in roll.came():
         roll.hear(i, begins=expected and not late)
@@ -107,10 +99,7 @@ def call(
 
 def compare(at: Store, place: Replica, islands: Sequence[int]) -> None:
     """Refuse these islands, as far as they have come, if they have other numbers: they may have
-    refused this one already, and left.
-
-    Raises:
-        ValueError: which number, and both values.
+    refused this one already, and left. Raises ValueError: which number, and both values.
     """
     roll = _Starters(at, place)
     for i in islands:
@@ -170,10 +159,8 @@ def goes_on(at: Store, place: Replica, waited_for: str) -> None:
 
 
 def decided(at: Store, count: int) -> tuple[int, ...] | None:
-    """The islands that begin; None while that is open.
-
-    Raises:
-        ValueError: what stands there cannot be read.
+    """The islands that begin; None while that is open. Raises ValueError: what stands there cannot
+    be read.
     """
     text = at.get("starters")
     return _read(text, count) if text else None
@@ -222,6 +209,18 @@ class _Starters:
         self._at, self._place, self._beat_at = at, place, 0.0
         self._beats = _Beats(at)
         self.everyone = tuple(range(place.count))
+
+    def come(self) -> None:
+        """Say the name, host and numbers of this island."""
+        said: Came = {
+            "name": self._place.name,
+            "host": socket.gethostname(),
+            "count": self._place.count,
+            "slots": self._place.islands,
+            "least": self._place.suffice,
+            "stall": self._place.stall,
+        }
+        self._at.set(f"came/{self._place.island}", json.dumps(said))
 
     def came(self) -> list[int]:
         """The other islands that have said something of themselves, whether they live or not."""

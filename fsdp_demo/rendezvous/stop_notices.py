@@ -42,11 +42,8 @@ class Presence:
         self._turn = self._asked = time.monotonic()
 
     def start(self) -> None:
-        """Begin to listen.
-
-        Raises:
-            ValueError, PeerLost: this island has not met the others, and cannot
-                (`Topology.prefix`).
+        """Begin to listen. Raises ValueError, PeerLost: this island has not met the others, and
+        cannot (`Topology.prefix`).
         """
         if not self._topology.elastic or self._pulse is not None:
             return
@@ -82,15 +79,13 @@ class Presence:
                 )
             elif not self._warned and not at.under(keys).get(record_key(known)):
                 self._warned = True
-                log.warning(
+                text = (
                     "the store at %s lacks record %d of this run's members: it was started from an "
                     "older copy of its file, and an island that is lost cannot come back. Start it "
                     "with the newest file, or stop all islands and start them from their "
-                    "checkpoints under a new ISLAND_RUN%s",
-                    self._topology.endpoint,
-                    known,
-                    see("store-made-anew"),
+                    "checkpoints under a new ISLAND_RUN%s"
                 )
+                log.warning(text, self._topology.endpoint, known, see("store-made-anew"))
 
         self.start()
         if self._pulse is not None:

@@ -181,9 +181,7 @@ class Topology(Replica):
 
     @property
     def starters(self) -> tuple[int, ...]:
-        """The islands that begin the run together: all, but where they may come and go. Raises as
-        `prefix` does.
-        """
+        """The islands that begin together: all, but where they come and go. Raises as `prefix`."""
         return attempts.join(self).taken.starters if self.elastic else tuple(range(self.islands))
 
     def prefix(self) -> str:
@@ -197,7 +195,5 @@ class Topology(Replica):
         return attempts.join(self).prefix if self.elastic else self.run
 
     def meeting(self) -> str:
-        """What the keys begin with that belong to this meeting of the islands (`join`); before it,
-        or without one, those of the attempt.
-        """
+        """What the keys of this meeting (`join`) begin with; else those of the attempt."""
         return (self._rendezvous and self._rendezvous.prefix) or self.prefix()

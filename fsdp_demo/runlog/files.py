@@ -43,10 +43,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """An object, None where there is no such file.
-
-    Raises:
-        ValueError: the file holds something else.
+    """An object, None where there is no such file. Raises ValueError: the file holds something
+    else.
     """
     try:
         found = files.read_json(path)
@@ -60,9 +58,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The objects of a file of lines, and how many lines were left out: half a line that a killed
-    run has left, or what is no object. No file: no lines.
-    """
+    """The objects of a file of lines (none: empty), and how many damaged ones were left out."""
     if not path.is_file():
         return [], 0
     found, out = [], 0
@@ -115,8 +111,7 @@ def keep_until(path: Path, step: int, key: str = "step") -> list[dict[str, Any]]
 
 
 def set_aside(folder: Path) -> None:
-    """Move the files of an earlier training that has a line of metrics into the folder `earlier-1`
-    (`earlier-2`...) below, which `load` reads, too."""
+    """Move files of an earlier training into `earlier-1` (-2, ...), which `load` reads, too."""
     if not read_lines(folder / STEPS_FILE)[0]:
         return
     (place := folder / f"earlier-{len([*folder.glob('earlier-*')]) + 1}").mkdir()
@@ -196,10 +191,8 @@ class Run:
 
 
 def load(folder: str | Path) -> Run:
-    """The run whose output folder this is, or one island of it.
-
-    Raises:
-        ValueError: there is no run in it, or one of another format.
+    """The run whose output folder this is, or one island of it. Raises ValueError: there is no run
+    in it, or one of another format.
     """
     folder = Path(folder)
     if not folder.is_dir():

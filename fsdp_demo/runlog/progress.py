@@ -56,7 +56,6 @@ def line(known: Progress, state: str, end: float | None = None, now: float | Non
         now: this moment, in seconds since 1970; None: the clock's.
 
     Example:
-        >>> from fsdp_demo.runlog.progress import Progress, line
         >>> line(Progress(120, 300, 2.5, True, 12_340, 2.4e6, 1.2e8), "waiting for 2")
         'step 120/300, loss 2.500, 12,340 tokens/s, waiting for 2, sent 2.4 MB, 50 x less than \
 all-reduce'

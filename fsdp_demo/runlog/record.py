@@ -97,9 +97,7 @@ class RunRecord:
         return time.perf_counter() - self._began
 
     def tick(self) -> None:
-        """Once per step: note which islands are gone, new, or left out of a round, and which method
-        `auto` has chosen.
-        """
+        """Once per step: note islands gone, new or left out, and what `auto` has chosen."""
         if self._exchange.config.preset != self._head["preset"]:
             self._head |= _method(self._exchange)
             self._write_json(files.HEAD_FILE, self._head)
@@ -236,14 +234,12 @@ def tracked(exchange: Any) -> dict[str, float]:
     """The island's metrics as trackers get them: `exchange/NAME`. A collective of the island: all
     its ranks call it together.
 
-    Example:
-        >>> import torch, fsdp_demo
-        >>> from fsdp_demo.runlog.record import tracked
-        >>> model = torch.nn.Linear(4, 4)
-        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        >>> exchange = fsdp_demo.attach(optimizer, "diloco", model=model)
-        >>> tracked(exchange)["exchange/bytes_sent"]
-        0
+    >>> import torch, fsdp_demo
+    >>> model = torch.nn.Linear(4, 4)
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    >>> exchange = fsdp_demo.attach(optimizer, "diloco", model=model)
+    >>> tracked(exchange)["exchange/bytes_sent"]
+    0
     """
     found = {f"{PREFIX}{name}": value for name, value in exchange.totals().items()}
     for channel, share in exchange.kept_energy().items():

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 def short(count: float) -> str:
     """A count with a decimal prefix.
 
-    Example:
-        >>> from fsdp_demo.runlog.words import short
-        >>> short(950), short(409_600), short(1_250_000_000)
-        ('950', '410 k', '1.25 G')
+    >>> short(950), short(409_600), short(1_250_000_000)
+    ('950', '410 k', '1.25 G')
     """
     for unit in ("", " k", " M", " G"):
         if abs(count) < 999.5:
@@ -23,10 +21,8 @@ def short(count: float) -> str:
 def times(ratio: float) -> str:
     """A ratio with three digits and an `x`.
 
-    Example:
-        >>> from fsdp_demo.runlog.words import times
-        >>> times(2.734), times(50), times(2641.3)
-        ('2.73 x', '50 x', '2,640 x')
+    >>> times(2.734), times(50), times(2641.3)
+    ('2.73 x', '50 x', '2,640 x')
     """
     return f"{float(f'{ratio:.3g}'):,.10g} x"
 
@@ -34,10 +30,8 @@ def times(ratio: float) -> str:
 def duration(seconds: float) -> str:
     """Seconds in the unit that fits.
 
-    Example:
-        >>> from fsdp_demo.runlog.words import duration
-        >>> duration(8.25), duration(340), duration(7500)
-        ('8.2 s', '5 min 40 s', '2 h 05 min')
+    >>> duration(8.25), duration(340), duration(7500)
+    ('8.2 s', '5 min 40 s', '2 h 05 min')
     """
     if seconds < 59.95:
         return f"{seconds:.1f} s"

@@ -247,9 +247,7 @@ def connect(endpoint: str, limit: float, deadline: float, token: str = "") -> St
 
 
 def _why_out_of_reach(host: str, port: int, end: float, absent: str, cure: str) -> str:
-    """Wait until somebody listens there, and warn once with `absent` and `cure`; why nobody does,
-    "" if somebody does. ZeroMQ says nothing of names that are not known.
-    """
+    """Wait for a listener, warn once (`absent`, `cure`); why there is none, or ""."""
     notice = time.monotonic() + NOTICE
     while True:
         left = end - time.monotonic()

@@ -191,10 +191,7 @@ class Connection:
 
     def answer(self, number: int, seconds: float) -> Answer | None:
         """The answer to this question, None if none has come within so long or none will; answers
-        to others are dropped.
-
-        Raises:
-            WireError: what came is no answer.
+        to others are dropped. Raises WireError: what came is no answer.
         """
         end = time.monotonic() + seconds
         while not self.gone and (left := end - time.monotonic()) > 0:
@@ -334,9 +331,7 @@ class Line:
         raise StoreSilent(f"the store at {self._where} does not answer within {seconds:g} s{why}")
 
     def _recognise(self, connection: Connection, seconds: float) -> None:
-        """Give up where somebody else listens there, who is asked for so long, or the tokens cannot
-        be the same.
-        """
+        """Give up on another listener, one asked for too long, or tokens that cannot agree."""
         self._strangers = self._strangers + 1 if connection.stranger else 0
         if self.known is not None or connection.gone == NOBODY_LISTENS or seconds <= 0:
             return

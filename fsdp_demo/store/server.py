@@ -149,10 +149,8 @@ def _open_to(address: ipaddress.IPv4Address | ipaddress.IPv6Address, token: str)
 
 
 def listen(bind: str) -> socket.socket:
-    """A socket that listens at `ADDR:PORT`, which `StoreServer` explains.
-
-    Raises:
-        ValueError: the name is unknown, or nobody can listen there.
+    """A socket that listens at `ADDR:PORT`, which `StoreServer` explains. Raises ValueError: the
+    name is unknown, or nobody can listen there.
     """
     name, port = split_address(bind.removeprefix("zmq://"))
     try:

@@ -32,9 +32,7 @@ _CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 def find_checkpoints(root: Path) -> list[Path]:
     """The folders of all checkpoints at or below `root`, those of one island together, by step.
-
-    Raises:
-        ValueError: there is no such folder, or none in it.
+    Raises ValueError: there is no such folder, or none in it.
     """
     if not root.is_dir():
         raise ValueError(
@@ -63,9 +61,7 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a checkpoint by its name, or, where an engine names it otherwise
-    (DeepSpeed: global_stepN), by the exchange's parts in it.
-    """
+    """Whether it is a checkpoint by its name, or, of DeepSpeed, by the exchange's parts."""
     return _CHECKPOINT.fullmatch(folder.name) is not None or any(folder.glob("exchange/rank*"))
 
 
@@ -81,9 +77,7 @@ def exchange_in(folder: Path) -> Path:
 
 
 def above(folder: Path, run: Path) -> list[Path]:
-    """The folders that may hold a run's files about a checkpoint: its own, and those from there up
-    to the run's.
-    """
+    """The folders that may hold a run's files about a checkpoint, from its own to the run's."""
     last = run.parent if folder == run else run
     return [p for p in (folder, *folder.parents) if p in (folder, last) or last in p.parents]
 
@@ -93,10 +87,8 @@ def above(folder: Path, run: Path) -> list[Path]:
 
 def inspect(root: str | Path) -> list[dict[str, Any]]:
     """`describe_checkpoint` of every checkpoint at or below `root`; one that cannot be read has
-    `complete` False, `problems`, and no step.
-
-    Raises:
-        ValueError: no checkpoint is there, or the only one cannot be read.
+    `complete` False, `problems`, and no step. Raises ValueError: no checkpoint is there, or the
+    only one cannot be read.
     """
     found, out = find_checkpoints(Path(root)), []
     for folder in found:
@@ -112,11 +104,7 @@ def inspect(root: str | Path) -> list[dict[str, Any]]:
 
 
 def describe_checkpoint(folder: Path) -> dict[str, Any]:
-    """The contents of one checkpoint as JSON values.
-
-    Raises:
-        ValueError: a head cannot be read.
-    """
+    """The contents of one checkpoint as JSON values. Raises ValueError: a head cannot be read."""
     saved = load_exchange(exchange_in(folder))
     first = saved.heads[0]
     config = ExchangeConfig.from_dict(first["config"])
@@ -179,9 +167,7 @@ def _elements(head: Mapping[str, Any], frozen: bool) -> int:
 
 
 def _held(saved: SavedExchange, folder: Path, problems: list[str]) -> dict[str, list[Any]]:
-    """Number of an island -> note of its part for the choice of a state to resume from
-    (`HeldCheckpoint.note`).
-    """
+    """Number of an island -> note of its part for the choice (`HeldCheckpoint.note`)."""
     found = {}
     for island in saved.islands:
         heads = [head for head in saved.heads if head["island"] == island]

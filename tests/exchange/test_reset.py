@@ -15,10 +15,10 @@ from torch import nn
 
 import fsdp_demo
 from fsdp_demo import Mismatch, PeerLost, base_optimizer, preset
-from fsdp_demo.elastic import join_server
+from fsdp_demo.elastic import agreement, join_server
 from fsdp_demo.elastic.newcomer import Following
 from fsdp_demo.elastic.notes import Note, Ready, Sign
-from fsdp_demo.exchange import finish, reset
+from fsdp_demo.exchange import finish
 from fsdp_demo.peers.header import PAYLOAD, RESET, Header
 from fsdp_demo.peers.join_messages import Expected, MessageHead, to_bytes
 
@@ -500,7 +500,7 @@ def dies(me: Any, case: str, moment: str) -> Any:
             if moment == "after":
                 patch.setattr(finish, "mean_parameters", lambda *args: os._exit(9))
             else:
-                patch.setattr(reset, "gather_json", lambda *args: os._exit(9))
+                patch.setattr(agreement, "gather_json", lambda *args: os._exit(9))
         run.exchange.reset(run.model.chosen)
         values = [p.detach().clone() for p in run.model.chosen]
         run.train(AT + 6)

@@ -184,7 +184,8 @@ def test_meeting_in_a_mesh_after_a_start_that_failed(run_ranks: Callable[..., An
                 found[i] = str(error)
 
         comes(0, 0.3)  # the other one died
-        assert "waited 0.3 s for the addresses of island 1 (island1)" in found[0]
+        told = "the addresses of 2 islands: came 0 (island0); missing 1 (island1)"
+        assert f"waited 0.3 s for {told}" in found[0]
         found[0] = ""
         at_once(comes, 2, 30.0)
         return found

@@ -100,7 +100,7 @@ def test_mesh_replica_that_came_in_vain_is_not_awaited(
     def run() -> None:
         store, waits = dist.HashStore(), threading.Event()
         below = WorldStore(store, "the test", 5.0).under("fsdp_demo/peers/")
-        below.set("life/0", "of a life that has ended")
+        below.set("life/0", '"of a life that has ended"')
         plain = zeromq.ZeroMQ._notes
 
         def notes(*args: Any) -> Any:

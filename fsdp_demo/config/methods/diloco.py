@@ -20,9 +20,7 @@ ADAPTIVE = ("adamw", "adam", "muon", "muonadamw")
 
 
 def outer_step(lr: float, momentum: float, momentum_warmup: int, **others: Any) -> Applier:
-    """An outer step of rate `lr`, with Nesterov momentum where it has any (DiLoCo, arXiv
-    2311.08105); `momentum_warmup` in rounds.
-    """
+    """An outer step of rate `lr`, with Nesterov momentum if any (`momentum_warmup`: in rounds)."""
     return Applier(
         "outer_step",
         lr=lr,

@@ -18,9 +18,7 @@ from ...version import __version__
 
 
 def write_card(out: Path, chosen: Any, run: Path, model: Any, tokenizer: bool) -> None:
-    """Write README.md into `out`. `chosen` is `pretrained.Chosen`; numbers that the run did not
-    record are left out.
-    """
+    """Write README.md into `out`, without numbers that the run did not record."""
     name = out.resolve().name
     front = {
         "library_name": "transformers",

@@ -151,12 +151,8 @@ def choose(run: Path, step: int | None, island: int | None) -> Chosen:
         if chosen is not None:
             newer = [s for s in lacks if s > at]
             if newer:
-                log.warning(
-                    "step %s is not whole on all islands that are needed%s: step %d is exported",
-                    listed(newer),
-                    because,
-                    at,
-                )
+                text = "step %s is not whole on all islands that are needed%s: step %d is exported"
+                log.warning(text, listed(newer), because, at)
             return replace(chosen, why=why) if at == best else chosen
     at = max(lacks)
     if island is not None:
@@ -240,10 +236,8 @@ def _choice(
 
 def build_model(chosen: Chosen, given: str | None, run: Path) -> Any:
     """A transformers model with the exported tensors. It is made on the meta device, so that only
-    the tensors take memory.
-
-    Raises:
-        ValueError: no architecture is known, or it does not fit the tensors.
+    the tensors take memory. Raises ValueError: no architecture is known, or it does not fit the
+    tensors.
     """
     import transformers
 

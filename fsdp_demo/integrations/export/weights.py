@@ -69,10 +69,8 @@ def read_model(folder: Path) -> dict[str, Tensor]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    """The files that an index names; all lie in its folder.
-
-    Raises:
-        ValueError: it is damaged, or names a file elsewhere.
+    """The files that an index names; all lie in its folder. Raises ValueError: it is damaged, or
+    names a file elsewhere.
     """
     try:
         files = read_json(index)["weight_map"].values()
@@ -89,9 +87,7 @@ def _indexed(index: Path) -> list[Path]:
 
 
 class _Names(pickle.Unpickler):
-    """An unpickler for the `.metadata` of torch's distributed checkpoints: it looks up no name
-    outside its lists, so that a file cannot run code.
-    """
+    """An unpickler for torch's `.metadata` that looks up listed names only: no file runs code."""
 
     PLAIN = {
         ("torch", "Size"),
@@ -140,9 +136,7 @@ class _PlainReader(FileSystemReader):
 
 
 def _read_distributed(reader: StorageReader) -> dict[str, Tensor]:
-    """The tensors of a model in a distributed checkpoint, `model.NAME` beside others or `NAME`
-    alone.
-    """
+    """The tensors of a model in a distributed checkpoint, `model.NAME`, or `NAME` alone."""
     entries = reader.read_metadata().state_dict_metadata
     tensors = {k: v for k, v in entries.items() if isinstance(v, TensorStorageMetadata)}
     marked = {k: v for k, v in tensors.items() if k.startswith("model.")}
@@ -183,10 +177,7 @@ def outer_tensors(
 
 def replica(folder: Path, saved: SavedExchange, island: int) -> dict[str, Tensor]:
     """The whole tensors of one island's model by plain name. In a mesh the model file mixes the
-    replicas, and each has its own beside the exchange states.
-
-    Raises:
-        ValueError: that is missing.
+    replicas, and each has its own beside the exchange states. Raises ValueError: that is missing.
     """
     if len(saved.islands) == 1:
         return read_model(folder)
@@ -194,9 +185,7 @@ def replica(folder: Path, saved: SavedExchange, island: int) -> dict[str, Tensor
 
 
 def anchors(saved: SavedExchange, island: int) -> dict[str, Tensor]:
-    """The anchors of the delta channels as whole fp32 tensors by name, from the parts of one
-    island.
-    """
+    """The anchors of delta channels, whole, fp32, by name, from the parts of one island."""
     first = saved.of_island(island)[0]
     whole = {
         p["name"]: Stretch(p["name"], tuple(p["global_shape"]), 0, prod(p["global_shape"]))

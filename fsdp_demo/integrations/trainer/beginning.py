@@ -69,10 +69,8 @@ class Beginning:
 
     @classmethod
     def find(cls, trainer: Trainer, topology: Topology, wanted: Any, fresh: bool) -> Beginning:
-        """The beginning that the user asks for by `wanted`, the argument of `Trainer.train`.
-
-        Raises:
-            NeedsDecision, ValueError: as `find_checkpoint`.
+        """The beginning that the user asks for by `wanted`, the argument of `Trainer.train`. Raises
+        NeedsDecision, ValueError: as `find_checkpoint`.
         """
         joins, manager = topology.under_way(), manager_of(trainer, topology)
         where = None if joins else find_checkpoint(wanted, manager, fresh)
@@ -86,9 +84,7 @@ class Beginning:
 
     def attach(self, trainer: Trainer, config: ExchangeConfig, topology: Topology) -> Exchange:
         """Join the other replicas, once model and optimizer are sharded and, on resume, loaded.
-
-        Raises:
-            ValueError: islands at unlike steps, and as `attach`, `open_state`, `restore_local`.
+        Raises ValueError: islands at unlike steps, and as `attach`, `open_state`, `restore_local`.
         """
         args: Any = trainer.args
         model: Any = trainer.model
@@ -205,9 +201,7 @@ def find_checkpoint(wanted: Any, manager: CheckpointManager, fresh: bool) -> Any
 
 
 def _newest(manager: CheckpointManager, fresh: bool, auto: bool) -> Any:
-    """The newest checkpoint that is held by all islands which hold any; None with `auto` where no
-    island holds one.
-    """
+    """The newest checkpoint of all islands that hold any; None with `auto` if none does."""
     topology = manager.topology
     held = [HeldCheckpoint(h.step) if fresh else h for h in manager.held()]
     # the last to end has the newest state
@@ -288,9 +282,7 @@ def refuse_sharded(checkpoint: Path, topology: Topology) -> None:
 
 
 def _with_others(found: str | None, step: int, registry: CheckpointRegistry) -> str | TakeOver:
-    """Where some islands hold no checkpoint: tell them the Trainer's state in `found`, or hear it
-    where that is None.
-    """
+    """Tell islands without a checkpoint the Trainer's state in `found`; None: hear it."""
     note = registry.tell(None if found is None else {"state": told(Path(found))})
     if found is not None:
         return found
@@ -306,9 +298,7 @@ def _with_others(found: str | None, step: int, registry: CheckpointRegistry) -> 
 
 
 def told(checkpoint: Path) -> dict[str, Any]:
-    """The Trainer's state in a checkpoint for islands that take over (`common_state`); empty where
-    it cannot be read.
-    """
+    """The Trainer's state of a checkpoint for others (`common_state`); empty: it cannot be read."""
     try:
         return common_state(read_json(checkpoint / TRAINER_STATE_NAME))
     except (OSError, ValueError, TypeError):
@@ -317,10 +307,8 @@ def told(checkpoint: Path) -> dict[str, Any]:
 
 def refuse_elsewhere(manager: CheckpointManager) -> None:
     """Raise where "auto" would begin anew although `output_dir` holds checkpoints of another number
-    of islands: several have a folder each in it, one has none. All islands call it together.
-
-    Raises:
-        NeedsDecision: names the newest of them.
+    of islands: several have a folder each in it, one has none. All islands call it together. Raises
+    NeedsDecision: names the newest of them.
     """
     root, several = manager.root, manager.topology.islands > 1
     beside = (

@@ -51,9 +51,7 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def engine_problems(trainer: Trainer, config: ExchangeConfig) -> Iterator[tuple[bool, str]]:
-    """Pairs for what cannot work under DeepSpeed: whether it is so, and what was found and what to
-    do as a text.
-    """
+    """Pairs for what cannot work under DeepSpeed: whether it is so, and a text with the cure."""
     if not trainer.is_deepspeed_enabled:
         return
     settings = settings_of(trainer)

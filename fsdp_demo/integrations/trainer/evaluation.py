@@ -76,9 +76,7 @@ class Evaluations:
         self._done: set[tuple[int, str]] = set()
 
     def _same(self, plan: list[Any]) -> bool:
-        """Whether all islands evaluate at the same steps. An island that joins them later does not
-        ask: its donor has told it.
-        """
+        """Whether all islands evaluate at the same steps; a newcomer was told by its donor."""
         if not self._exchange.newcomer:
             return self._exchange.across_islands.all_equal(plan)
         theirs, together = self._exchange.told.get("evaluations") or [None, False]

@@ -159,8 +159,6 @@ def tells(trainer: Trainer, evaluations: Evaluations) -> dict[str, Any]:
 
 
 def common_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the Trainer's state that hold on all islands (`KINDS`), as far as a note to
-    another island has room for them.
-    """
+    """The values of the Trainer's state that hold on all islands (`KINDS`) and fit a note."""
     known = {name: state[name] for name in KINDS if name in state}
     return small({name: v for name, v in known.items() if isinstance(v, KINDS[name])})

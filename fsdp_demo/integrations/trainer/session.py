@@ -132,17 +132,13 @@ class Session(TrainerCallback):
             self._count()
 
     def _count(self) -> None:
-        """Gather numbers for the log. All ranks of the island come here together: the Trainer logs
-        on all of them or on none.
-        """
+        """Gather numbers for the log; all ranks of the island come here together."""
         if not self.exchange.closed:
             self._numbers = tracked(self.exchange)
             self._numbers["exchange/failed_saves"] = float(self._manager.failed_saves)
 
     def _finish(self) -> None:
-        """Take the last exchange, after which evaluation, checkpoints and `save_model` have the
-        model that all islands hold.
-        """
+        """Take the last exchange: what follows has the model that all islands hold."""
         self._stops.ending = True
         self.exchange.finish(close=False)
         self._count()
@@ -159,10 +155,7 @@ class Session(TrainerCallback):
 
     def _leave_if_told(self, now: bool = False) -> None:
         """Leave the Trainer's evaluation, on all ranks after the same batch, if one of them is told
-        to end: they vote about once a second, or `now`.
-
-        Raises:
-            Stopped: they leave.
+        to end: they vote about once a second, or `now`. Raises Stopped: they leave.
         """
         pace, ranks = self._pace, self._manager.ranks
         if pace is not None and pace.due(now or ranks.world == 1):

@@ -61,10 +61,8 @@ def find_trainer(callback: Any) -> Trainer:
 
 def topology_of(trainer: Trainer) -> Topology:
     """The topology of this rank: a mesh where the Trainer was given `ExchangeParallelismConfig`,
-    else islands from the environment. Under DeepSpeed its package says it.
-
-    Raises:
-        ValueError: both at once, or a plain HSDP mesh.
+    else islands from the environment. Under DeepSpeed its package says it. Raises ValueError: both
+    at once, or a plain HSDP mesh.
     """
     if trainer.is_deepspeed_enabled:
         return engine_topology(trainer)
@@ -141,11 +139,8 @@ def refuse(trainer: Trainer, config: ExchangeConfig) -> None:
     ]
     for wrong, text in checks:
         if wrong:
-            raise ValueError(
-                f"ExchangeCallback found {text}"
-                if not text.startswith("preset")
-                else f"ExchangeCallback: {text}"
-            )
+            says = ":" if text.startswith("preset") else " found"
+            raise ValueError(f"ExchangeCallback{says} {text}")
 
 
 def separate(trainer: Any, topology: Topology) -> None:
@@ -179,13 +174,8 @@ def _separate_arguments(args: Any, topology: Topology) -> None:
     if args.should_save:
         os.makedirs(args.output_dir, exist_ok=True)
     if args.process_index == 0:
-        log.info(
-            "%s: output_dir is %s, run_name %s, data_seed %d",
-            topology.name,
-            args.output_dir,
-            args.run_name,
-            args.data_seed,
-        )
+        text = "%s: output_dir is %s, run_name %s, data_seed %d"
+        log.info(text, topology.name, args.output_dir, args.run_name, args.data_seed)
 
 
 def quieten(trainer: Trainer) -> None:
@@ -222,28 +212,15 @@ def check_best(exchange: Exchange, args: Any, steps: range) -> None:
     Raises:
         ValueError: at one of these steps replicas hold parameters of their own; says what to set.
     """
-    moving = [c.channel for c in exchange.channels if c.channel.writes_parameters]
-    for channel in moving:
-        wrong = [
-            s
-            for s in steps
-            if not (
-                channel.equal_after_exchange
-                and channel.schedule.delay == 0
-                and channel.schedule.due(s - 1)
-            )
-        ]
+    for channel in (c.channel for c in exchange.channels if c.channel.writes_parameters):
+        schedule = channel.schedule
+        equal = channel.equal_after_exchange and not schedule.delay
+        wrong = [s for s in steps if not (equal and schedule.due(s - 1))]
         if wrong:
-            cure = (
-                "make eval_steps and save_steps multiples of its period "
-                f"({channel.schedule.sync_every})"
-            )
-            if (
-                not channel.equal_after_exchange
-                or channel.schedule.delay
-                or channel.schedule.offset
-            ):
-                cure = "set load_best_model_at_end=False"
+            cure = "set load_best_model_at_end=False"
+            if equal and not schedule.offset:
+                period = schedule.sync_every
+                cure = f"make eval_steps and save_steps multiples of its period ({period})"
             raise ValueError(
                 f"load_best_model_at_end: after step {wrong[0]} a checkpoint holds this island's "
                 "own parameters, evaluation shows the "
@@ -336,9 +313,7 @@ def warn(trainer: Trainer, topology: Topology, text: str) -> None:
 
 
 def check_optimizer(trainer: Trainer, config: ExchangeConfig) -> None:
-    """Raise ValueError if the preset is not defined for the optimizer that the Trainer has made,
-    with what to write instead.
-    """
+    """Raise ValueError, with the cure, if the preset is not defined for the optimizer."""
     inner: Any = trainer.optimizer
     while hasattr(inner, "optimizer"):  # wrappers of Accelerate, of ZeRO
         inner = inner.optimizer
@@ -364,9 +339,7 @@ def check_optimizer(trainer: Trainer, config: ExchangeConfig) -> None:
 
 
 def _by_flag(trainer: Trainer, inner: Any) -> bool:
-    """Whether `--optim` has made this optimizer. Else the script did, as `optimizers=` or in a
-    `create_optimizer` of its own, and the flag has no effect.
-    """
+    """Whether `--optim` has made this optimizer, not the script."""
     if trainer.optimizer_cls_and_kwargs is not None:
         return False
     if trainer.is_deepspeed_enabled:  # has classes of its own for what the flag names

@@ -56,10 +56,8 @@ def saves_tensors(exchange: Exchange, apart: bool) -> bool:
 
 
 def open_state(checkpoint: Path) -> SavedExchange:
-    """The saved exchange for `attach(state=...)`: of this island, in a mesh of all replicas.
-
-    Raises:
-        ValueError: there is none; parts that are half-written or damaged.
+    """The saved exchange for `attach(state=...)`: of this island, in a mesh of all replicas. Raises
+    ValueError: there is none; parts that are half-written or damaged.
     """
     folder = checkpoint / "exchange"
     if not folder.is_dir():
@@ -126,9 +124,7 @@ def _differs(exchange: Exchange) -> bool:
 
 
 def refuse_alone(checkpoint: Any, preset: str) -> None:
-    """Raise ValueError for a checkpoint of several islands that a single replica, which exchanges
-    nothing, would resume.
-    """
+    """Raise ValueError where a single replica would resume a checkpoint of several islands."""
     if isinstance(checkpoint, (str, os.PathLike)) and (Path(checkpoint) / "exchange").is_dir():
         raise ValueError(
             f"{checkpoint} was saved by several islands; alone preset {preset!r} exchanges "

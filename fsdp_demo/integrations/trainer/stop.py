@@ -98,10 +98,7 @@ class Stops:
 
     def leave(self, rank: int) -> None:
         """End the process of a rank as a plain loop does under `guard`; launchers hear that it can
-        go on.
-
-        Raises:
-            SystemExit: with status 75; with 1 where the last save has failed.
+        go on. Raises SystemExit: with status 75; with 1 where the last save has failed.
         """
         if self.unsaved:
             self._warn("its last save failed (above: why): free the disk, then start it again")

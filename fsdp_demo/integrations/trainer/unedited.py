@@ -109,10 +109,8 @@ def _takes_optimizer(trainer: Trainer, config: ExchangeConfig) -> bool:
 
 
 def _split(trainer: Trainer, topology: Topology) -> str:
-    """Give the Trainer this island's part of its training set; returns words for it.
-
-    Raises:
-        ValueError: the part has no length, and `max_steps` is not set.
+    """Give the Trainer this island's part of its training set; returns words for it. Raises
+    ValueError: the part has no length, and `max_steps` is not set.
     """
     whole: Any = trainer.train_dataset
     if whole is None:

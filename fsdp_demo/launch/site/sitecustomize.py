@@ -89,9 +89,7 @@ def _serve_own_store() -> None:
 
 
 def _forget_earlier_starts(folder: Path, start: int) -> None:
-    """With `--max-restarts` a launcher starts its ranks several times: the statuses that those of
-    an earlier start have left (`status.tell_launcher`) count no more.
-    """
+    """Delete statuses of earlier starts of the ranks (`--max-restarts`): they count no more."""
     for file in folder.glob("rank*"):
         if int(file.suffix[1:] or 0) < start:
             file.unlink(missing_ok=True)

@@ -41,16 +41,12 @@ def examine(
     step_seconds: float | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Examination:
-    """Examine the islands of a run; all of them call it.
+    """The facts and measurements of all islands of a run; all of them call it.
 
     Args:
-        topology: topology of this island, of a kind that meets at a store, or single.
         seconds: seconds that the measurement of the links may take.
         disk_mb_s, step_seconds: measurements of this island's disk and training step, or None.
         say: gets a line at the begin of each phase.
-
-    Returns:
-        The facts and measurements of all islands, the same on each of them.
 
     Raises:
         PeerLost: no store, or an island did not come. ValueError: see `SharedNotes`.
@@ -123,9 +119,7 @@ def tournament(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _reaches(shared: SharedNotes, topology: Topology, own: str) -> dict[tuple[int, int], Reach]:
-    """Try a plain connection to each other island; returns what all islands found, by (sender,
-    receiver), the same on all of them.
-    """
+    """Try a plain connection to each other island; what all found, by (sender, receiver)."""
     me, route = topology.island, route_to(topology.endpoint)
     addresses = list(dict.fromkeys((own, route)))
     secret = secrets.token_hex(16)
@@ -186,10 +180,8 @@ def _measure(
 
 def joining_island(topology: Topology) -> Topology:
     """The topology of the same island in a run of its own, `RUN.doctor`, so that the run that is to
-    come, or that trains, is left alone.
-
-    Raises:
-        ValueError: the island would come later than the others.
+    come, or that trains, is left alone. Raises ValueError: the island would come later than the
+    others.
     """
     if topology.island >= topology.count:
         raise ValueError(

@@ -278,9 +278,7 @@ def packet_loss(seen: Examination) -> Iterator[Finding]:
 
 
 def unequal_links(seen: Examination) -> Iterator[Finding]:
-    """One direction is much slower than the others, with any number of connections: the exchange
-    waits for it.
-    """
+    """One direction is much slower, with any connections: the exchange waits for it."""
     found = [(i, j, rate) for i, j, d in measured(seen) if (rate := d.best)]
     for i, j, rate in found:
         others = [r for a, b, r in found if (a, b) != (i, j)]
@@ -387,22 +385,13 @@ def clock_offset(seen: Examination) -> Iterator[Finding]:
 
 
 RULES: dict[str, Callable[[Examination], Iterator[Finding]]] = {
-    "wrong-interface": wrong_interface,
-    "unreachable": unreachable,
-    "one-sided-firewall": one_sided_firewall,
-    "mtu-black-hole": mtu_black_hole,
-    "stalled": stalled,
-    "not-measured": not_measured,
-    "open-files": open_files,
-    "unlike-versions": unlike_versions,
-    "port-100-mbit": port_100_mbit,
-    "window-limited": window_limited,
-    "slow-start-after-idle": slow_start_after_idle,
-    "packet-loss": packet_loss,
-    "unequal-links": unequal_links,
-    "unequal-islands": unequal_islands,
-    "slow-disk": slow_disk,
-    "clock-offset": clock_offset,
+    rule.__name__.replace("_", "-"): rule
+    for rule in (
+        *(wrong_interface, unreachable, one_sided_firewall, mtu_black_hole, stalled),
+        *(not_measured, open_files, unlike_versions, port_100_mbit, window_limited),
+        *(slow_start_after_idle, packet_loss, unequal_links, unequal_islands),
+        *(slow_disk, clock_offset),
+    )
 }
 """By the name of what they find, in the order of docs/doctor.md."""
 

@@ -227,9 +227,7 @@ class Probe:
             )
 
     def _round_trip(self, leads: bool) -> tuple[float, float]:
-        """Seconds, and how far the other side's clock is ahead (RFC 5905: (t2 - t1 + t3 - t4) /
-        2).
-        """
+        """Seconds, and how far the other's clock is ahead: (t2 - t1 + t3 - t4) / 2 (RFC 5905)."""
         if not leads:
             self.pair.recv(1)
             came = time.time()
@@ -296,9 +294,7 @@ class Probe:
 
 
 def lost(before: Sequence[Counted], after: Sequence[Counted]) -> dict[str, object]:
-    """Share of the packets that were sent again between two looks at the same connections, and the
-    MTU of the path. Nothing where the kernel does not tell.
-    """
+    """Share of packets sent again between two looks, and the path's MTU; empty: not told."""
     if not after or len(before) != len(after):
         return {}
     packets = sum(b.packets - a.packets for a, b in zip(before, after, strict=True))

@@ -36,10 +36,8 @@ class Reading:
 
 
 def load(path: str | Path) -> Reading:
-    """Read what `fsdp-demo doctor --json` wrote.
-
-    Raises:
-        ValueError: no such file, no json, another format, or no link was measured.
+    """Read what `fsdp-demo doctor --json` wrote. Raises ValueError: no such file, no json, another
+    format, or no link was measured.
     """
     try:
         found: Any = read_json(Path(path))

@@ -79,10 +79,8 @@ def quantity(text: str, flag: str, kind: str) -> float:
 
 def links(texts: Sequence[str], rtt: str | None) -> list[Link]:
     """`["1Gbit"]`, `["100Mbit,1Gbit"]`, `["1Gbit,40ms"]`: rates, and one round trip for all. A file
-    is what doctor has measured; its round trip counts unless `rtt` is given.
-
-    Raises:
-        ValueError: what is no rate above 0, no time and no doctor.json; several round trips.
+    is what doctor has measured; its round trip counts unless `rtt` is given. Raises ValueError:
+    what is no rate above 0, no time and no doctor.json; several round trips.
     """
     rates: list[float | None] = []
     trips = [parse_rtt(rtt)] if rtt is not None else []
@@ -118,11 +116,7 @@ def step_of_doctor(texts: Sequence[str]) -> Step | None:
 
 
 def islands(text: str) -> list[int]:
-    """`4`, `2,4,8`, or `2:64`, which doubles from 2 up to 64.
-
-    Raises:
-        ValueError: none of them.
-    """
+    """`4`, `2,4,8`, or `2:64`, which doubles from 2 up to 64. Raises ValueError: none of them."""
     return list(dict.fromkeys(n for word in text.split(",") for n in _doubled(text, word.strip())))
 
 
@@ -147,11 +141,7 @@ def _doubled(text: str, word: str) -> list[int]:
 
 
 def targets(texts: Sequence[str]) -> list[float]:
-    """`["0.5,0.8"]`, `["95%"]` as shares.
-
-    Raises:
-        ValueError: no share between 0 and 1.
-    """
+    """`["0.5,0.8"]`, `["95%"]` as shares. Raises ValueError: no share between 0 and 1."""
     out = []
     for word in (w.strip() for text in texts for w in text.split(",")):
         try:
@@ -216,10 +206,7 @@ def _lacks(name: str, change: str) -> bool:
 
 def step_from(path: str) -> tuple[Step, dict[str, Any]]:
     """The step of a run of a recipe, from its summary.json, without what it waited for the link;
-    and the summary.
-
-    Raises:
-        ValueError: the file is no such summary.
+    and the summary. Raises ValueError: the file is no such summary.
     """
     try:
         found = read_json(Path(path))
@@ -254,10 +241,8 @@ def guess(tensors: Tensors, shards: int, name: str, tokens: float | None) -> Ste
 
 
 def situation(args: argparse.Namespace) -> Situation:
-    """The situation that the arguments describe, of two islands on a link without limit.
-
-    Raises:
-        ValueError: two models or none, two steps, and what its parts refuse.
+    """The situation that the arguments describe, of two islands on a link without limit. Raises
+    ValueError: two models or none, two steps, and what its parts refuse.
     """
     device(args.device)
     if args.shards is not None and args.shards < 1:

@@ -244,9 +244,7 @@ def choose(rows: Sequence[Row], situation: Situation, keep_inner: str | None = N
 
 
 def _order(keep_inner: str | None, situation: Situation) -> list[str]:
-    """Methods, the first to be recommended first: where Muon must stay, those that are made for it
-    come behind the all-reduce.
-    """
+    """Methods, best first; where Muon must stay, those made for it come behind the all-reduce."""
     order = list(ladders(situation))
     if keep_inner not in MUON:
         return order
@@ -285,9 +283,7 @@ def _loses(row: Row, s: Situation) -> bool:
 
 
 def _level(row: Row) -> int:
-    """0 for periods of parity, 1 for long ones and for what our study has far behind them, 2
-    beyond.
-    """
+    """0 for parity, 1 for long periods and what is far behind in our study, 2 beyond."""
     assert row.config is not None
     if row.name in COMPRESSED_GRADIENTS:
         return 1

@@ -96,9 +96,7 @@ def cycle(
 def _plans(
     config: ExchangeConfig, tensors: Tensors, islands: int, shards: int
 ) -> Iterable[tuple[Plan, int]]:
-    """The plans of the ranks of an island, and how many ranks have each: shards of equal shapes
-    have equal plans.
-    """
+    """The plans of an island's ranks, and how many ranks have each: like shards, like plans."""
     times: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for shard in range(shards):
         times.setdefault(tuple(local_shape(s, shards, shard) for _, s in tensors), []).append(shard)

@@ -73,9 +73,7 @@ def gap(
 
 
 def _diloco(parameters: int, islands: int, period: int) -> dict[str, Any]:
-    """Between the entries of the published table, linear in log N and log M; outside of it the
-    entry at its edge.
-    """
+    """Linear in log N and log M between the entries of the published table, else the edge."""
     table = _data()["diloco"]
     sizes = [float(n) for n in table["percent"]]
     rows = list(table["percent"].values())

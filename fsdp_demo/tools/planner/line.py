@@ -95,9 +95,7 @@ def message_seconds(
 
 
 def _window(full: float, connections: int, idle: float, rtt: float, restarts: bool) -> float:
-    """Bytes that may leave in the first round trip after a pause, of connections that have carried
-    messages before.
-    """
+    """Bytes that may leave in the first round trip after a pause of a warm connection."""
     first = float(connections * FIRST_WINDOW)
     halved = floor(idle / (LEAST_TIMEOUT + rtt)) if restarts else 0
     return max(first, full / 2**halved if halved < 60 else 0.0)
@@ -141,9 +139,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Played:
-    """Per step, in the steady state: seconds that training waited, that it worked for the exchange,
-    and that the line was busy.
-    """
+    """Per step, in steady state: seconds waited, seconds worked, seconds of a busy line."""
 
     waiting: float
     working: float

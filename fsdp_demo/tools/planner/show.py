@@ -23,9 +23,7 @@ COLUMNS = 120
 
 
 def plan_table(rows: Sequence[Row], width: int = COLUMNS) -> str:
-    """The table of rows; the least important columns are left out until a line fits into `width`
-    columns, and the text says so.
-    """
+    """The table of rows, with as many columns as fit `width`; the text names those left out."""
     days = any(r.days is not None for r in rows)
     head = [*_HEAD, *(["days", "bytes of the run"] if days else [])]
     body = [head]
@@ -114,10 +112,8 @@ def _gap(gap: dict[str, Any] | None) -> str:
 
 
 def title(situations: Sequence[Situation]) -> str:
-    """A title: model, islands and link of the plan, and the source of the step's time.
-
-    Args:
-        situations: unlike in their islands only. One: its link is named, too.
+    """A title: model, islands and link of the plan, and the source of the step's time. situations:
+    unlike in their islands only. One: its link is named, too.
     """
     s = situations[0]
     counts = ", ".join(f"{one.islands}" for one in situations)

@@ -111,11 +111,7 @@ DEVICES: dict[str, Device] = {
 
 
 def device(name: str) -> Device:
-    """The device of that name.
-
-    Raises:
-        ValueError: it is not in the table; offers the nearest.
-    """
+    """The device of that name. Raises ValueError: it is not in the table; offers the nearest."""
     found = DEVICES.get(name.lower())
     if found is None:
         raise ValueError(
@@ -126,9 +122,7 @@ def device(name: str) -> Device:
 
 
 def guessed_step(parameters: int, tokens: float, ranks: int, of: Device) -> float:
-    """Seconds of a step of `tokens` tokens on an island of `ranks` devices: 6 FLOPs per parameter
-    and token, at the device's guessed MFU. Attention is left out.
-    """
+    """Seconds of a step: 6 FLOPs per parameter and token at a guessed MFU, no attention."""
     return 6.0 * parameters * tokens / (ranks * of.flops * of.mfu)
 
 

@@ -1,6 +1,6 @@
 """The page and the pictures that `fsdp-demo report` makes of the files of runs (`runlog`).
 
-The page needs nothing but the standard library, its pictures matplotlib (extra `report`).
+The page needs jinja2, which torch brings, its pictures matplotlib (extra `report`).
 """
 
 from .page import make

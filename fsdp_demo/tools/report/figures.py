@@ -285,8 +285,7 @@ class Bar:
 
 
 def timeline_rows(run: Run) -> list[tuple[str, int, list[Bar]]]:
-    """(name, number of the colour, bars) for each island and channel; the channels of an island
-    are one row where they are many, as with fragments."""
+    """(name, colour, bars) of each island and channel; many channels of one are one row."""
     found = []
     for island in run.islands:
         names = sorted({name for e in island.exchanges for name in e.get("channels", ())})

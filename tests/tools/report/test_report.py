@@ -164,7 +164,7 @@ def test_report_page_without_matplotlib(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("fsdp_demo.tools.report.picture.available", lambda: False)
     assert cli.main(["report", str(folder)]) == 0
     page = (folder / "report.html").read_text(encoding="utf-8")
-    assert page.count("pip install &#x27;fsdp_demo[report]&#x27;") == 8 and "<svg" not in page
+    assert page.count("pip install &#39;fsdp_demo[report]&#39;") == 8 and "<svg" not in page
     assert "Key figures" in page and "preset: demo" in page
 
 
