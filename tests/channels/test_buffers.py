@@ -51,20 +51,13 @@ class Net(torch.nn.Module):
 def made(config, topology: Topology, state=None, saved=None) -> tuple[Net, Any, Any]:
     torch.manual_seed(3)
     model = Net()
-    plain = config.inner_optimizers[0] == "sgd"
-    optimizer: Any = (
-        torch.optim.SGD(model.parameters(), lr=0.01)
-        if plain
-        else torch.optim.AdamW(model.parameters(), lr=0.01)
-    )
+    kind: Any = torch.optim.SGD if config.inner_optimizers[0] == "sgd" else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=0.01)
     if saved is not None:
         model.load_state_dict(saved[0])
         optimizer.load_state_dict(saved[1])
-    return (
-        model,
-        optimizer,
-        fsdp_demo.attach(optimizer, config, model=model, topology=topology, state=state),
-    )
+    given = {"model": model, "topology": topology, "state": state}
+    return model, optimizer, fsdp_demo.attach(optimizer, config, **given)
 
 
 def step(model: Net, optimizer: Any, exchange: Any, island: int) -> None:

@@ -109,21 +109,9 @@ class Play:
         self.mode.lenient = number == 0
         c.apply(Incoming(out, Received(arrived, means, weights), out.present))
         self.mode.lenient = True
-        delta = c.channel.source == "delta"
-        written = [
-            t.cpu().clone()
-            for t in c.tensors("parameter" if delta else c.channel.source)
-            if t is not None
-        ]
-        return [
-            *sent,
-            *written,
-            *(
-                t.cpu().clone()
-                for t in (c.accumulator, c.anchor, c.momentum, c.written)
-                if t is not None
-            ),
-        ]
+        written = c.tensors("parameter" if c.channel.source == "delta" else c.channel.source)
+        kept = (*written, c.accumulator, c.anchor, c.momentum, c.written)
+        return [*sent, *(t.cpu().clone() for t in kept if t is not None)]
 
 
 @pytest.fixture
