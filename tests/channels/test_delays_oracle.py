@@ -38,13 +38,14 @@ def averaged(delay: int, mix: float = 0.0) -> Case:
 
 
 def states(delay: int, of_states: int) -> Case:
-    names = ("exp_avg", "exp_avg_sq")
-    clocks = {"embeddings": True, "period": 3, "states": dict(zip(names, (1, 2), strict=True))}
-    delays = {"parameter": delay, **dict.fromkeys(names, of_states)}
-    changes = {f"{n}.schedule.delay": d for n, d in delays.items()}
-    options = {"period": 3, "states": dict(zip(names, (3, 6), strict=True))}
-    options |= {"delay": delay, "state_delay": of_states}
+    changes = {
+        "parameter.schedule.delay": delay, "exp_avg.schedule.delay": of_states,
+        "exp_avg_sq.schedule.delay": of_states,
+    }  # fmt: skip
+    clocks = {"embeddings": True, "period": 3, "states": {"exp_avg": 1, "exp_avg_sq": 2}}
     config = preset("desloc", **clocks, clip=None).changed(changes)
+    options = {"period": 3, "states": {"exp_avg": 3, "exp_avg_sq": 6}}
+    options |= {"delay": delay, "state_delay": of_states}
     return Case(config, oracle.Averaging, adamw, options)
 
 

@@ -16,9 +16,10 @@ import fsdp_demo
 from fsdp_demo import preset
 from fsdp_demo.checkpoint import CheckpointManager, RunState
 
-from ..exchange.test_survivors import ENV, Small, backward
+from ..exchange.test_survivors import ENV, Small, loss
 from ..support.forked import forked
 from ..support.heard import heard
+from ..support.two_layers import step
 
 pytest.importorskip("zmq")
 
@@ -53,9 +54,7 @@ def life(me: Any, case: str, dies: int = 0) -> Any:
     while last is None or exchange.step < last:
         if exchange.step == dies > 0:
             os._exit(9)
-        backward(model, me.island, exchange.step)
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer, loss(model, me.island, exchange.step))
         if last is None and ends.exists():
             last = int(ends.read_text())
         if exchange.step > 6:

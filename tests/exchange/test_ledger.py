@@ -15,6 +15,7 @@ from fsdp_demo.peers.header import HEADER
 
 from ..support import threaded
 from ..support.inside import in_ranks
+from ..support.small import same
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("demo", {}), ("full", {}), ("full", {"value_dtype": "bf16"}), ("random", {}),
@@ -143,10 +144,4 @@ def test_kept_energy_changes_no_bit() -> None:
         other = trained(2, "demo", {}, weights)
     finally:
         fsdp_demo.Exchange.watch_energy = plain
-    assert all(
-        (
-            torch.equal(a, b)
-            for one, two in zip(watched, other, strict=True)
-            for a, b in zip(one, two, strict=True)
-        )
-    )
+    assert same(watched, other)

@@ -16,7 +16,7 @@ from fsdp_demo import ExchangeConfig, Mismatch, Topology, preset
 
 from ..support import threaded
 from ..support.inside import in_ranks
-from ..support.small import Small
+from ..support.small import Small, same
 from ..support.threaded import values
 
 CONFIGS = {
@@ -107,12 +107,16 @@ def test_out_of_step_unlike_calls() -> None:
 
 @in_ranks(1, 1)
 def test_out_of_step_dropped_step() -> None:
-    """A step that one loop drops causes an error that names `skip()`."""
+    """A step that one loop drops causes an error that names `skip()`, and moves no parameter."""
 
     def acts(i: int, small: Small) -> None:
         small.train(3)
         small.exchange._runtime.go_to(small.exchange.step + i)
-        small.train(8)
+        before = small.save()[0]
+        try:
+            small.train(8)
+        finally:
+            assert same(before, small.save()[0])
 
     here, there = both(CONFIGS["demo"], acts)
     assert "island 1 (island1) is at step 5, we are at step 4" in here
