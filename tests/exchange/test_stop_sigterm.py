@@ -103,6 +103,5 @@ def test_stop_run_can_start_again(run_ranks: Callable[..., Any]) -> None:
     assert run_ranks(run, 2, 1, env=env, args=(False,)) == [3, 3]
     assert run_ranks(run, 2, 1, env=env, args=(True,)) == [3, 3]
     outcomes = run_ranks(run, 2, 1, env=env, args=(True,), check=False)
-    assert all(
-        "has finished" in (o.error or "") and "new ISLAND_RUN" in (o.error or "") for o in outcomes
-    )
+    errors = [o.error or "" for o in outcomes]
+    assert all("has finished" in e and "new ISLAND_RUN" in e for e in errors)

@@ -20,16 +20,9 @@ import fsdp_demo
 from fsdp_demo import preset
 from fsdp_demo.checkpoint import CheckpointManager, RunState
 
-from .test_survivors import Small, backward
+from ..support.two_layers import step
+from .test_survivors import BY_SGD, Small, loss, optimizer_for
 
-try:
-    import zmq
-except ModuleNotFoundError:
-    zmq = None  # type: ignore[assignment]
-
-pytestmark = pytest.mark.skipif(
-    zmq is None, reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'"
-)
 ENV = {"ISLAND_DEAD": "8", "ISLAND_STOP": "20"}
 STEPS = 24
 CASES = {
@@ -47,7 +40,6 @@ CASES = {
     "local_sgd, late": preset("local_sgd", period=6, **{"schedule.delay": 2, "applier.mix": 0.5}),
     "desloc": preset("desloc", period=7),
 }
-BY_SGD = ("demo", "full")
 QUICK = ("demo", "sparse_loco", "streaming_diloco")
 
 
@@ -60,19 +52,13 @@ def run(
     alone. dies: it is killed instead.
     """
     config, model = CASES[case], Small()
-    if case.startswith("muloco"):
-        optimizer: Any = fsdp_demo.MuonAdamW(list(model.named_parameters()), lr=1e-3)
-    else:
-        kind = torch.optim.SGD if case.startswith(BY_SGD) else torch.optim.AdamW
-        optimizer = kind(model.parameters(), lr=1e-3)
+    optimizer = optimizer_for(case, model)
     topology = fsdp_demo.Topology.from_env()
-    state = RunState(
-        CheckpointManager(folder / topology.name, topology), model, optimizer, facts={}
-    )
+    manager = CheckpointManager(folder / topology.name, topology)
+    state = RunState(manager, model, optimizer, facts={})
     state.restore("auto")
-    exchange = fsdp_demo.attach(
-        optimizer, config, model=model, topology=topology, step=state.step, state=state.saved
-    )
+    given = {"topology": topology, "step": state.step, "state": state.saved}
+    exchange = fsdp_demo.attach(optimizer, config, model=model, **given)
     began, last = exchange.step, me.island == topology.islands - 1
     go = folder / "told"
 
@@ -100,16 +86,12 @@ def run(
                     os.kill(os.getpid(), signal.SIGTERM)
             elif at is not None and last and exchange.step > at[me.island]:
                 time.sleep(0.02)  # so that it is told before it comes to the end
-            backward(model, me.island, exchange.step)
-            optimizer.step()
-            optimizer.zero_grad()
+            step(optimizer, loss(model, me.island, exchange.step))
         exchange.finish()
     return began, {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
-def interrupted(
-    run_ranks, folder, case, at: dict[int, int], ranks=1, late: float = 0.0
-) -> list[Any]:
+def interrupted(run_ranks, folder, case, at: dict[int, int], ranks=1, late=0.0) -> list[Any]:
     args = (folder, case, at, late)
     found = run_ranks(run, len(at), ranks, env=ENV, args=args, check=False)
     assert [f.status for f in found] == [75] * len(at) * ranks, [f.log for f in found]
@@ -137,9 +119,7 @@ def test_stop_resume_equals_uninterrupted_run(run_ranks, tmp_path, case, at) -> 
     check(run_ranks, tmp_path, case, at)
 
 
-def check(
-    run_ranks, folder, case: str, at: dict[int, int], ranks: int = 1, late: float = 0.0
-) -> None:
+def check(run_ranks, folder, case: str, at: dict[int, int], ranks: int = 1, late=0.0) -> None:
     """Nobody loses a step of its own, and the end is that of a run without interruption."""
     whole = run_ranks(run, len(at), ranks, env=ENV, args=(folder / "whole", case, None))
     (cut := folder / "cut").mkdir()
