@@ -162,21 +162,6 @@ def trained(case: Case, end: str, steps: int = STEPS) -> Any:
     return run
 
 
-@pytest.mark.parametrize("name", [
-    "delta-3-mixed", "delta-3-kept", "delta-6", "delta-6-eager-kept", "delta-9-mixed",
-    "streaming-5", "streaming-13",
-])  # fmt: skip
-def test_delay_finish_drains_and_exchanges_once_more(run_ranks, name):
-    """`finish` applies all exchanges in flight and makes one more, as the oracle does."""
-    case = CASES[name]
-    method, _ = case.follow(2, STEPS)
-    method.finish()
-    for _, final, equal in run_ranks(trained(case, "finish"), 2, 1):
-        assert equal
-        for n, p in method.theta[0].items():
-            assert float((final[n] - p.detach()).abs().max()) <= case.tolerance, n
-
-
 def test_delay_overlapping_means_make_equal(run_ranks):
     """Delayed means make replicas equal once gradients end. Parameters averaged late, several under
     way at once: what differed is corrected once, not once per flight.

@@ -356,14 +356,6 @@ def test_finish_channel_order() -> None:
     assert walk(config, 4)[1] == 0.75 and walk(config, 3)[1] == 1 - 0.375
 
 
-def test_finish_first_exchange_no_momentum() -> None:
-    """A first exchange that `finish` makes takes no outer momentum."""
-    options = {"lr": 1.0, "inner_optimizers": "as_is", "clip": None}
-    assert walk("diloco", 1, g=0.5, period=100, **options)[1] == 0.5
-    outer = Applier("outer_step", momentum=0.9, momentum_warmup=3)
-    assert [outer.momentum_in(n) for n in range(5)] == [0, 0, 0.3, 0.6, 0.9]
-
-
 def test_flush_gradients_only() -> None:
     """A flush of one channel's gradients leaves those of others alone. Channel b is two steps late:
     at the end its gradients are applied once, those of a, which have been, not again.

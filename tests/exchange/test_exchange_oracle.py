@@ -184,33 +184,6 @@ def mesh_of_islands(me, names=("dp_replicate", "dp_shard")):
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
 
 
-@pytest.mark.parametrize("name", ["demo", "diloco"])
-def test_topology_from_mesh_one_world(run_ranks, name):
-    """`Topology.from_mesh` makes the islands of one world. Topology.from_mesh: four processes of
-    one world, FSDP2 over the shard axis, the exchange over the other.
-    """
-
-    def run(me):
-        mesh = mesh_of_islands(me)
-        here = replace(me, island=me.proc // 2, proc=me.proc % 2, islands=2, procs=2)
-        topology = fsdp_demo.Topology.from_mesh(mesh)
-        shards = {"mesh": mesh["dp_shard"], "topology": topology}
-        job = probe.Job(here, CONFIGS[name], inner_of(name), 6, **shards)
-        params, equal = [], []
-        for t in range(6):
-            job.step(t)
-            params.append(job.whole())
-            equal.append(job.exchange.digests_equal())
-        job.exchange.finish()
-        return params, equal
-
-    method = method_of(name, **({"shards": 2} if name == "demo" else {}))
-    truth = follow(method, 6, 6)
-    for rank, (params, equal) in enumerate(run_ranks(run, 1, 4)):
-        assert equal[1::2] == [True] * 3
-        assert off(params, rank // 2, truth, method) < 1e-5
-
-
 def test_hsdp_inside_one_island(run_ranks):
     """Two shards in two copies each: the active copies of a shard complete each other inside the
     island (R = 1 here).
@@ -262,16 +235,6 @@ def test_scalar_parameters_exchanged(me):
     optimizer.step()
     exchange.finish()
     assert float(scale) == pytest.approx(1 - 0.01 * 2)
-
-
-@in_ranks(1, 1, env={"ISLAND_COUNT": ""})
-def test_single_replica_sends_nothing(me):
-    """Without islands the run is one replica and sends nothing."""
-    out = probe.train(me, CONFIGS["demo"], sgd, 6, seed=6, finish=True)
-    method, metrics = method_of("demo", islands=1), out["metrics"]
-    assert worst_of(out["params"], 0, follow(method, 6, 6), method.smallest) < 1e-5
-    assert metrics["bytes_sent"] == metrics["bytes_received"] == metrics["messages"] == 0
-    assert metrics["step"] == 6 and out["final_equal"]
 
 
 # -- the momentum of the released rule -----------------------------------------------------------
@@ -516,20 +479,6 @@ def test_token_weights_mean(run_ranks, name):
         assert loss == (3.0 if name == "diloco" else 3.5)
 
 
-@pytest.mark.parametrize("name", ["full", "demo", "diloco"])
-def test_clip_mean_or_own_gradient(run_ranks, name):
-    """Clipping uses the gradient that the preset exchanges. full: the mean is clipped; the others
-    clip each replica's gradient, over all its shards.
-    """
-    config = CONFIGS[name].changed({"clip": 3.0, "inner_optimizers": ["as_is"]})
-    method = method_of(name, sgd, clip=3.0, **({"shards": 2} if name == "demo" else {}))
-    truth = follow(method, 6, 4)
-    assert difference(truth[-1][0], start(6)) > 1e-4
-    results = run_ranks(lambda me: probe.train(me, config, sgd, 4, seed=6)["params"])
-    for rank, params in enumerate(results):
-        assert off(params, rank // 2, truth, method) < 1e-6
-
-
 # -- more than one schedule, delays --------------------------------------------------------------
 
 
@@ -571,37 +520,6 @@ def test_channels_due_together(run_ranks):
 
 
 # -- start, end, resume --------------------------------------------------------------------------
-
-
-class Buffered(nn.Module):
-    def __init__(self, seed: int):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.weight = nn.Parameter(torch.randn(7, 5))
-        self.still = nn.Parameter(torch.randn(3, 5), requires_grad=False)
-        self.register_buffer("table", torch.randn(4))
-        self.register_buffer("count", torch.randint(0, 100, (2,)))
-
-
-@pytest.mark.parametrize("procs", [1, 2, [1, 2]])
-def test_start_parameters_of_island_0(run_ranks, procs):
-    """All islands start from the parameters of island 0. Parameters, frozen parameters and buffers,
-    sharded or not; nobody trusts that seeds agree.
-    """
-
-    def run(me):
-        model = Buffered(me.island)
-        if procs == 2:
-            fully_shard(model, mesh=me.mesh())
-        trained = [p for p in model.parameters() if p.requires_grad]
-        exchange = fsdp_demo.attach(sgd(trained), "full", model=model)
-        buffers = {n: b.clone() for n, b in model.named_buffers()}
-        return exchange.digests_equal(), {**probe.whole(model), **buffers}
-
-    model = Buffered(0)
-    truth = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for equal, got in run_ranks(run, procs=procs):
-        assert equal and same(got, {n: t.detach() for n, t in truth.items()})
 
 
 def test_finish_without_consensus_takes_the_mean(run_ranks):
@@ -703,13 +621,6 @@ def test_resume_equals_uninterrupted_run(me, name):
     again.steps(6, 11)
     assert same(job.whole(), again.whole())
     assert bit_equal(state, again.exchange.state_dict())
-
-
-@in_ranks(procs=1)
-def test_attach_other_config_refused(me):
-    """Another configuration is refused, and the error holds both values."""
-    with pytest.raises(ValueError, match="(?s)topk.*16|topk.*8"):
-        probe.Job(me, "demo", sgd, names=ALIGNED, topk=8 * (1 + me.island))
 
 
 @in_ranks(procs=1)

@@ -81,8 +81,14 @@ def test_freed_when_attach_is_interrupted(monkeypatch: Any) -> None:
 
 
 def test_freed_while_the_optimizer_is_held() -> None:
-    """The hooks hold an exchange that the script does not, and its step is counted on."""
+    """The hooks hold an exchange that the script does not: its step is counted on, and that of one
+    which has finished says so.
+    """
     model, optimizer = made(False)
+    fsdp_demo.attach(optimizer, "diloco", model=model).finish()
+    gc.collect()
+    with pytest.raises(RuntimeError, match="finished"):
+        optimizer.step()
     fsdp_demo.attach(optimizer, "diloco", model=model)
     gc.collect()
     with pytest.raises(ValueError, match="has an exchange already"):

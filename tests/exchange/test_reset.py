@@ -174,16 +174,18 @@ def reset_against_flush(config: Any, dtype: torch.dtype = torch.float32) -> None
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_reset_presets(run_ranks: Any, case: str) -> None:
+@in_ranks(1, 1)
+def test_reset_presets(case: str) -> None:
     """The values become the mean, what channels keep of them begins anew, and other parameters
     stand as after `flush`; a round at rate 0 changes nothing."""
-    run_ranks(lambda me: reset_against_flush(CASES[case]), 1, 1)
+    reset_against_flush(CASES[case])
 
 
 @pytest.mark.parametrize("case", ["diloco", "full-late"])
-def test_reset_low_precision(run_ranks: Any, case: str) -> None:
+@in_ranks(1, 1)
+def test_reset_low_precision(case: str) -> None:
     """Parameters in bf16 become the rounded mean, and so does the anchor."""
-    run_ranks(lambda me: reset_against_flush(CASES[case], torch.bfloat16), 1, 1)
+    reset_against_flush(CASES[case], torch.bfloat16)
 
 
 @in_threads()

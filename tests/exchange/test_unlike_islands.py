@@ -19,11 +19,9 @@ from fsdp_demo.exchange import run_specification
 from fsdp_demo.exchange.message import mean_rate
 from fsdp_demo.hosts.torch_params import TorchHost
 
-from ..support import threaded
 from ..support.accelerator import DEVICE, Accelerator, plug_in
 from ..support.heard import heard
 from ..support.inside import in_threads
-from ..support.threaded import values
 from ..support.two_layers import Net, attached
 
 Make = Callable[[Net], torch.optim.Optimizer]
@@ -76,13 +74,6 @@ ALIKE: dict[str, tuple[Make, Make]] = {
     "a schedule on one side": (adamw(lr=0.01), scheduled(1.0)),
 }
 CONFIG = preset("full", clip=None)
-
-
-@pytest.fixture
-def islands(run_ranks: Any) -> Callable[..., list[Any]]:
-    return lambda fn: run_ranks(
-        lambda me: values(threaded.islands(lambda i, topology: fn(topology))), 1, 1
-    )[0]
 
 
 def refused(kind: Any, make: Make, topology: Any, match: str = "runs something else") -> str:
@@ -199,33 +190,31 @@ def test_attach_unlike_island_named_to_all(island: int, topology: Any) -> None:
 
 
 place = threading.local()  # whose island a thread is
+MACHINE = run_specification.machine
 
 
-def test_attach_unlike_machines_logged(islands: Any, everywhere: Any) -> None:
+@in_threads()
+def test_attach_unlike_machines_logged(topology: Any) -> None:
     """One line of the log says how the machines of the islands differ."""
-    assert set(run_specification.machine(torch.device("cpu"))) == {"torch", "device", "processor"}
+    assert set(MACHINE(torch.device("cpu"))) == {"torch", "device", "processor"}
 
     def machine(device: torch.device) -> dict[str, str]:
         return {"torch": f"2.{place.island}", "device": "cpu", "processor": f"kind {place.island}"}
 
-    everywhere.setattr(run_specification, "machine", machine)
-
-    def run(topology: Any) -> None:
-        place.island, thread, lines = topology.island, threading.get_ident(), list[str]()
-        handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record: (
-            lines.append(record.getMessage()) if record.thread == thread else None
-        )  # type: ignore[method-assign]
-        logging.getLogger("fsdp_demo").addHandler(handler)
-        _, _, exchange = attached(CONFIG, topology, sgd())
-        me, you = topology.island, 1 - topology.island
-        (line,) = lines
-        assert f"has processor kind {you}, here it is kind {me}" in line
-        assert f"has torch 2.{you}, here it is 2.{me}" in line
-        assert "last bit" in line and exchange._queue.watch.unlike is True
-        exchange.detach()
-
-    islands(run)
+    run_specification.machine = machine  # of a process of its own
+    place.island, thread, lines = topology.island, threading.get_ident(), list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: (
+        lines.append(record.getMessage()) if record.thread == thread else None
+    )  # type: ignore[method-assign]
+    logging.getLogger("fsdp_demo").addHandler(handler)
+    _, _, exchange = attached(CONFIG, topology, sgd())
+    me, you = topology.island, 1 - topology.island
+    (line,) = lines
+    assert f"has processor kind {you}, here it is kind {me}" in line
+    assert f"has torch 2.{you}, here it is 2.{me}" in line
+    assert "last bit" in line and exchange._queue.watch.unlike is True
+    exchange.detach()
 
 
 RATES: dict[str, Callable[[int, int], Any]] = {
@@ -256,18 +245,15 @@ def steps_at(rate: Callable[[int, int], Any], config: Any, topology: Any) -> lis
     return [line for line in lines if "learning rates differ" in line]
 
 
-def test_learning_rates_drift_warned_once(islands: Any) -> None:
+@in_threads()
+def test_learning_rates_drift_warned_once(topology: Any) -> None:
     """Learning rates that drift apart are warned of once."""
-
-    def run(topology: Any) -> list[list[str]]:
-        config = preset("diloco", period=5, clip=None)
-        out = [steps_at(rate, config, topology) for rate in RATES.values()]
-        return [*out, steps_at(RATES["apart"], CONFIG, topology)]
-
-    said = dict(zip([*RATES, "full"], islands(run)[0], strict=True))
+    config = preset("diloco", period=5, clip=None)
+    said = {case: steps_at(rate, config, topology) for case, rate in RATES.items()}
+    said["full"] = steps_at(RATES["apart"], CONFIG, topology)
     for case, step in {"apart": 5, "apart later": 25, "tensors": 5, "full": 1}.items():
         both = said.pop(case)
-        assert len(both) == 2, (case, both)  # one of each island
+        assert topology.island or len(both) == 2, (case, both)  # one of each island
         assert all(f"differ at step {step}: 5e-05 on island 1" in line for line in both)
         assert all("0.0001 on island 0" in line for line in both)
     assert not any(said.values())

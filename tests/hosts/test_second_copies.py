@@ -17,6 +17,7 @@ from fsdp_demo.hosts.torch_params import TorchHost
 
 from ..support import threaded
 from ..support.heard import heard
+from ..support.inside import in_ranks
 from ..support.threaded import values
 from ..support.two_layers import Net, alone, attached, sgd, train
 
@@ -186,27 +187,24 @@ def test_rewritten_after_every_step_is_information(caplog: pytest.LogCaptureFixt
     assert found == ["INFO"] and "parameters were written" not in caplog.text
 
 
-def test_second_copy_on_one_island_is_said(run_ranks, caplog: pytest.LogCaptureFixture) -> None:
+@in_ranks(1, 1)
+def test_second_copy_on_one_island_is_said() -> None:
     """A write behind the exchange on one island is said there."""
+    found = heard(logging.INFO)
 
-    def run() -> list[str]:
-        found = heard(logging.INFO)
+    def island(i: int, topology: Any) -> None:
+        net, optimizer, exchange = attached(WRITES["diloco"], topology)
 
-        def island(i: int, topology: Any) -> None:
-            net, optimizer, exchange = attached(WRITES["diloco"], topology)
+        @torch.no_grad()
+        def clip(t: int) -> None:
+            for p in net.parameters():
+                p.clamp_(-0.01, 0.01) if i else None
 
-            @torch.no_grad()
-            def clip(t: int) -> None:
-                for p in net.parameters():
-                    p.clamp_(-0.01, 0.01) if i else None
+        train(optimizer, net.loss, 6, each=clip)
+        exchange.finish()
 
-            train(optimizer, net.loss, 6, each=clip)
-            exchange.finish()
-
-        values(threaded.islands(island))
-        return [m for m in found if "parameters were written between" in m]
-
-    assert len(run_ranks(run, 1, 1)[0]) == 1
+    values(threaded.islands(island))
+    assert sum("parameters were written between" in m for m in found) == 1
 
 
 ACTIONS = ("nothing", "flush", "evaluate", "steps aside", "accept", "load", "frozen")

@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from fsdp_demo import Topology, preset
+from fsdp_demo import preset
 
 from ..support.inside import in_threads
-from ..support.two_layers import AS_IS, Net, attached, equal, plain, sgd, step, train, two
+from ..support.two_layers import AS_IS, Net, attached, equal, plain, sgd, step, two
 
 FULL = preset("full")
 DEMO = preset("demo", topk=8, **AS_IS)
@@ -70,20 +70,6 @@ def test_tick_not_by_a_checkpoint(topology: Any, name: str) -> None:
 
 
 @in_threads()
-def test_tick_not_by_eager_state(topology: Any) -> None:
-    """State made at attach changes nothing: the first step is the one that an untouched optimizer
-    takes.
-    """
-    for name, make in OPTIMIZERS.items():
-        net, optimizer, _ = attached(preset("diloco", period=50, **AS_IS), topology, make)
-        twin = Net(topology)
-        other = make(twin)
-        for n, o in ((net, optimizer), (twin, other)):
-            train(o, n.loss, 3)
-        assert equal(net.copies(), twin.copies()), name
-
-
-@in_threads()
 def test_tick_by_a_step_with_rate_zero(topology: Any) -> None:
     """A step with learning rate zero is a step, also where one island's gradients are all zero."""
     for make in (OPTIMIZERS[n] for n in ("adamw", "sgd with momentum", "sgd")):
@@ -114,23 +100,6 @@ def test_tick_not_by_a_micro_batch(topology: Any) -> None:
             sent = exchange.metrics()["messages"] - before["messages"]
             assert sent == legs * ((t + 1) % period == 0)
         exchange.finish()
-
-
-@in_threads()
-def test_tick_exchanges_the_accumulated_gradient(topology: Any) -> None:
-    """Under `full` the accumulated gradient is exchanged, not that of the last micro-batch."""
-    net, optimizer, exchange = attached(FULL, topology, lambda net: sgd(net.parameters(), 1.0))
-    nets = [net, *(Net(Topology(island=i)) for i in range(2))]
-    start = net.copies()
-    for each in nets:
-        for micro in range(3):
-            each.loss(micro).backward()
-    optimizer.step()
-    for p, s, x, y in zip(
-        net.parameters(), start, *(n.parameters() for n in nets[1:]), strict=True
-    ):
-        torch.testing.assert_close(p.detach(), s - (x.grad + y.grad) / 2)
-    exchange.finish()
 
 
 @in_threads()
