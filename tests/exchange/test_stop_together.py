@@ -20,7 +20,7 @@ import fsdp_demo
 from fsdp_demo import preset
 from fsdp_demo.checkpoint import CheckpointManager, RunState
 
-from ..support.two_layers import step
+from ..support.two_layers import step, train
 from .test_survivors import BY_SGD, Small, loss, optimizer_for
 
 ENV = {"ISLAND_DEAD": "8", "ISLAND_STOP": "20"}
@@ -30,6 +30,7 @@ CASES = {
     "demo": preset("demo"),
     "demo, late": preset("demo", **{"schedule.delay": 2}),
     "diloco": preset("diloco", period=6, momentum_warmup=0),
+    "diloco, far": preset("diloco", period=500),  # no exchange is near
     "diloco, int4": preset("diloco", period=7, momentum_warmup=0, value_dtype="int4"),
     "sparse_loco": preset("sparse_loco", period=6),
     "sign_loco": preset("sign_loco", period=7, momentum_warmup=1),
@@ -40,7 +41,7 @@ CASES = {
     "local_sgd, late": preset("local_sgd", period=6, **{"schedule.delay": 2, "applier.mix": 0.5}),
     "desloc": preset("desloc", period=7),
 }
-QUICK = ("demo", "sparse_loco", "streaming_diloco")
+QUICK = ("demo", "diloco, far", "sparse_loco", "streaming_diloco")
 
 
 def run(
@@ -123,13 +124,35 @@ def check(run_ranks, folder, case: str, at: dict[int, int], ranks: int = 1, late
     """Nobody loses a step of its own, and the end is that of a run without interruption."""
     whole = run_ranks(run, len(at), ranks, env=ENV, args=(folder / "whole", case, None))
     (cut := folder / "cut").mkdir()
-    interrupted(run_ranks, cut, case, at, ranks, late)
+    assert "stopped after step" in interrupted(run_ranks, cut, case, at, ranks, late)[0].log
     stopped = saved(cut)
     found = run_ranks(run, len(at), ranks, env=ENV, args=(cut, case, None))
     assert [began for began, _ in found[::ranks]] == stopped
     assert all(step >= at[i] for i, step in enumerate(stopped))
     for (_, one), (_, two) in zip(whole, found, strict=True):
         assert all(torch.equal(one[n], two[n]) for n in one)
+
+
+def test_stop_run_can_start_again(run_ranks: Any) -> None:
+    """A run that stopped can start again under its name; a run that finished cannot."""
+
+    def life(me: Any, last: bool) -> Any:
+        model = Small()
+        optimizer = optimizer_for("demo", model)
+        exchange = fsdp_demo.attach(optimizer, "demo", model=model)
+        train(optimizer, lambda t: loss(model, me.island, t), 3)
+        if last:
+            exchange.finish()
+        else:
+            exchange.leave(stopped=False)
+            exchange.detach()
+        return exchange.step
+
+    more = {"env": {"ISLAND_RUN": f"again-{os.getpid()}-{time.time_ns()}"}}
+    for last in (False, True):
+        assert run_ranks(life, 2, 1, **more, args=(last,)) == [3, 3]
+    errors = [o.error or "" for o in run_ranks(life, 2, 1, **more, args=(True,), check=False)]
+    assert all("has finished" in e and "new ISLAND_RUN" in e for e in errors)
 
 
 @pytest.mark.slow
