@@ -13,7 +13,7 @@ import torch
 from fsdp_demo import preset
 
 from ..support.inside import in_threads
-from ..support.two_layers import AS_IS, Net, attached, equal, plain, two
+from ..support.two_layers import AS_IS, Net, attached, equal, plain, step, two
 
 GRADIENTS = {
     "full": preset("full"),
@@ -61,23 +61,19 @@ def trained(topology, config, recover, count=1) -> tuple[Net, Any]:
     net, optimizers, exchange, failing = made(config, count, topology)
     for t in range(LIMIT):
         failing.armed = recover is not None and topology.island == 1 and t == 2
-        net.loss(t).backward()
         try:
-            for o in optimizers:
-                o.step()
+            step(optimizers, net.loss(t))
         except MemoryError:
             assert recover is not None and exchange.step == 2
             recover(net, optimizers, exchange)
-        for o in optimizers:
-            o.zero_grad()
+            net.zero_grad()
         assert exchange.step == t + 1
     return net, exchange
 
 
 def another_batch(net: Net, optimizers: list[Any], exchange: Any) -> None:
     """As loops do that catch an error: the batch is dropped."""
-    for o in optimizers:
-        o.zero_grad()
+    net.zero_grad()
     net.loss(77).backward()
     optimizers[-1].step()
 
@@ -87,8 +83,7 @@ def once_more(net: Net, optimizers: list[Any], exchange: Any) -> None:
 
 
 def emptied(net: Net, optimizers: list[Any], exchange: Any) -> None:
-    for o in optimizers:
-        o.zero_grad()
+    net.zero_grad()
     optimizers[-1].step()
 
 
@@ -213,15 +208,12 @@ def test_failed_step_is_forgotten_by_a_rollback(topology: Any, count: int) -> No
             if exchange.step == 2 and kept is None:
                 kept = copy.deepcopy((net.state_dict(), exchange.state_dict()))
                 failing.armed = True
-            net.loss(exchange.step).backward()
             try:
-                for o in optimizers:
-                    o.step()
+                step(optimizers, net.loss(exchange.step))
             except MemoryError:
                 assert kept is not None
                 net.load_state_dict(kept[0])
                 exchange.load_state_dict(kept[1])
-            for o in optimizers:
-                o.zero_grad()
+                net.zero_grad()
         exchange.finish()
         assert equal(net.copies(), undisturbed.copies()), name
