@@ -171,8 +171,7 @@ def test_attach_resume_with_message_in_flight(topology: Any) -> None:
     """
     config = preset("diloco", period=2, **AS_IS).changed({"schedule.delay": 1})
     net, optimizer, exchange = attached(config, topology)
-    for t in range(4):
-        step(net, optimizer, t)
+    two_layers.train(optimizer, net.loss, 4)
     state = exchange.state_dict()
     assert state["in_flight"]
     exchange.detach()
@@ -237,8 +236,7 @@ def test_outer_parameters_finish_and_save_refused(tmp_path: Any) -> None:
     topology = fsdp_demo.Topology.from_env({})
     net, optimizer, exchange = attached(preset("diloco", period=3, **AS_IS))
     state = RunState(CheckpointManager(tmp_path / "a", topology), net, optimizer)
-    for t in range(4):
-        step(net, optimizer, t)
+    two_layers.train(optimizer, net.loss, 4)
     own = net.copies()
     with exchange.outer_parameters(net), exchange.outer_parameters(net):
         assert not equal(own, net.copies())
@@ -267,8 +265,7 @@ def test_outer_parameters_loss_saves_own(run_ranks: Any, tmp_path: Any) -> None:
 
     def run(me: Any) -> None:
         topology = fsdp_demo.Topology.from_env({})
-        config = preset("diloco", period=3, **AS_IS)
-        net, optimizer, exchange = attached(config, topology)
+        net, optimizer, exchange = attached(preset("diloco", period=3, **AS_IS))
         state = RunState(CheckpointManager(tmp_path / "a", topology), net, optimizer)
         two_layers.train(optimizer, net.loss, 4)
         torch.save(net.copies(), tmp_path / "own.pt")
