@@ -136,21 +136,19 @@ def compare(config, dtype: torch.dtype = torch.float32, home: str | None = None)
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("name", CASES)
+LOW = ("demo", "diloco fp32", "decoupled_momentum released")
+PLAYED: dict[str, tuple[ExchangeConfig, dict[str, Any]]] = {
+    **{name: (config, {}) for name, config in CASES.items()},
+    **{f"{name}, bf16 parameters": (CASES[name], {"dtype": torch.bfloat16}) for name in LOW},
+    "diloco, outer state on the host": (CASES["diloco fp32"], {"home": "cpu"}),
+}
+
+
+@pytest.mark.parametrize("name", PLAYED)
 def test_device_no_wait_and_same_bits(name: str, small: None) -> None:
     """No kind of channel waits for the device, and each comes to the bits of the CPU."""
-    compare(CASES[name])
-
-
-@pytest.mark.parametrize("name", ["demo", "diloco fp32", "decoupled_momentum released"])
-def test_device_bf16_parameters(name: str, small: None) -> None:
-    """Parameters in bf16 come to the bits of the CPU without a wait."""
-    compare(CASES[name], torch.bfloat16)
-
-
-def test_device_offload_outer_state(small: None) -> None:
-    """Outer state in host memory comes to the bits of the CPU without a wait."""
-    compare(CASES["diloco fp32"], home="cpu")
+    config, options = PLAYED[name]
+    compare(config, **options)
 
 
 # ---- a whole exchange --------------------------------------------------------------------------

@@ -173,19 +173,14 @@ def reset_against_flush(config: Any, dtype: torch.dtype = torch.float32) -> None
                 assert torch.equal(still[name]["parameter"], held["parameter"]), name
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "diloco, bf16", "full-late, bf16"])
 @in_ranks(1, 1)
 def test_reset_presets(case: str) -> None:
-    """The values become the mean, what channels keep of them begins anew, and other parameters
-    stand as after `flush`; a round at rate 0 changes nothing."""
-    reset_against_flush(CASES[case])
-
-
-@pytest.mark.parametrize("case", ["diloco", "full-late"])
-@in_ranks(1, 1)
-def test_reset_low_precision(case: str) -> None:
-    """Parameters in bf16 become the rounded mean, and so does the anchor."""
-    reset_against_flush(CASES[case], torch.bfloat16)
+    """The values become the mean (in bf16 the rounded one, and so does the anchor), what channels
+    keep of them begins anew, and other parameters stand as after `flush`; a round at rate 0 changes
+    nothing."""
+    name, _, low = case.partition(", ")
+    reset_against_flush(CASES[name], torch.bfloat16 if low else torch.float32)
 
 
 @in_threads()

@@ -9,7 +9,7 @@ import torch
 from fsdp_demo import preset
 
 from ..support.inside import in_threads
-from ..support.two_layers import AS_IS, Net, attached, equal, sgd
+from ..support.two_layers import AS_IS, Net, attached, equal
 
 FULL = preset("full")
 DEMO = preset("demo", topk=8, **AS_IS)
@@ -25,8 +25,8 @@ def fixed_gradients(net: Net, t: int) -> None:
 
 @in_threads()
 def test_delay_of_a_gradient_is_tau_steps(topology: Any) -> None:
-    """A delayed gradient acts exactly tau steps later."""
-    for config in (FULL, DEMO):
+    """A delayed gradient acts exactly tau steps later, clipped where its mean is."""
+    for config in (FULL, FULL.changed({"clip": 0.1}), DEMO):
         histories = []
         for tau in (0, 1, 3):
             late = config.changed({"schedule.delay": tau})
@@ -55,24 +55,6 @@ def test_delay_of_a_gradient_is_tau_steps(topology: Any) -> None:
         for history, same_end in delayed:
             assert all(equal(a, b) for a, b in zip(history, now, strict=False))
             assert equal(end, same_end)
-
-
-@in_threads()
-def test_flush_clips_a_delayed_mean(topology: Any) -> None:
-    """A mean that flush() brings is clipped as well."""
-    ends = []
-    for tau in (0, 2):
-        config = FULL.changed({"schedule.delay": tau, "clip": 0.1})
-        net, optimizer, exchange = attached(
-            config, topology, lambda net: sgd(net.parameters(), 1.0)
-        )
-        for t in range(4):
-            fixed_gradients(net, t)
-            optimizer.step()
-        exchange.flush()
-        ends.append(net.copies())
-        exchange.finish()
-    assert equal(*ends)
 
 
 @in_threads()

@@ -92,16 +92,6 @@ def test_inner_step_of_sam_by_its_base_optimizer() -> None:
     exchange.finish()
 
 
-def test_inner_step_closure_behind_a_move_is_refused() -> None:
-    """A closure behind a move of parameters is refused. No name tells of it: the closure was called
-    ahead of the step, at other parameters.
-    """
-    net, optimizer, _ = attached(FULL, inner=hidden)
-    net.loss(0).backward()
-    with pytest.raises(RuntimeError, match="Sam has moved parameters or dropped gradients"):
-        optimizer.step(lambda: net.loss(0).backward())
-
-
 class Drops(torch.optim.SGD):
     def __init__(self, net: Net):
         super().__init__(net.parameters(), lr=0.01)
@@ -111,10 +101,15 @@ class Drops(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_inner_step_closure_behind_zero_grad_is_refused() -> None:
-    """A closure behind zero_grad is refused."""
-    net, optimizer, _ = attached(FULL, inner=Drops)
-    with pytest.raises(RuntimeError, match="Drops has moved parameters or dropped gradients"):
+@pytest.mark.parametrize("inner", [hidden, Drops])
+def test_inner_step_closure_behind_a_change_is_refused(inner: Any) -> None:
+    """A closure behind a move of parameters, or behind zero_grad, is refused. No name tells of it:
+    the closure was called ahead of the step, at other parameters.
+    """
+    net, optimizer, _ = attached(FULL, inner=inner)
+    net.loss(0).backward()
+    said = f"{type(optimizer).__name__} has moved parameters or dropped gradients"
+    with pytest.raises(RuntimeError, match=said):
         optimizer.step(lambda: net.loss(0).backward())
 
 
