@@ -72,52 +72,52 @@ def test_out_of_step_early_finish(name: str) -> None:
         assert "request_stop(together=True)" in text
 
 
-@pytest.mark.parametrize("name", ["local_sgd", "released"])
+def evaluates(small: Small) -> None:
+    with small.exchange.outer_parameters(torch.nn.Linear(1, 1)):
+        pass
+
+
+def asks(small: Small) -> None:
+    small.exchange.across_islands.all_equal("eval")
+
+
+def compares(small: Small) -> None:
+    small.exchange.digests_equal()
+
+
+def trains(small: Small) -> None:
+    pass
+
+
+DIGEST = "a digest of parameters"
+# island 1 does something at step 4, before it trains on
+BEHIND = ("island 1 (island1) is at step 4, we are at step 6",
+    "island 0 (island0) is at step 6, we are at step 4")  # fmt: skip
+CALLS = [
+    ("local_sgd", trains, evaluates, *BEHIND),
+    ("released", trains, evaluates, *BEHIND),
+    ("diloco", trains, compares, *BEHIND),
+    ("demo", trains, compares, f"{DIGEST} came from there", f"{DIGEST} was expected"),
+    ("full", trains, compares, f"{DIGEST} came from there", f"{DIGEST} was expected"),
+    ("diloco", asks, compares, f"{DIGEST} came from there, a question was expected",
+        f"a question came from there, {DIGEST} was expected"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "here", "there", "said", "said_there"), CALLS)
 @in_ranks(1, 1)
-def test_out_of_step_lone_evaluation(name: str) -> None:
-    """An evaluation of one island alone causes an error on both sides."""
+def test_out_of_step_unlike_calls(name: str, here, there, said: str, said_there: str) -> None:
+    """A call of one island alone, or unlike calls at one step, cause an error on both sides that
+    says what the other one does.
+    """
 
     def acts(i: int, small: Small) -> None:
         small.train(4)
-        if i:
-            with small.exchange.outer_parameters(torch.nn.Linear(1, 1)):
-                pass
-        small.train(6)
-
-    trains, evaluates = both(CONFIGS[name], acts)
-    assert "island 1 (island1) is at step 4, we are at step 6" in trains
-    assert "island 0 (island0) is at step 6, we are at step 4" in evaluates
-
-
-@in_ranks(1, 1)
-def test_out_of_step_unlike_calls() -> None:
-    """Unlike calls at one step cause an error on both sides that names both calls."""
-
-    def acts(i: int, small: Small) -> None:
-        small.train(4)
-        if i:
-            small.exchange.digests_equal()
-        else:
-            small.exchange.across_islands.all_equal("eval")
-
-    asked, compared = both(CONFIGS["diloco"], acts)
-    assert "a digest of parameters came from there, a question was expected" in asked
-    assert "a question came from there, a digest of parameters was expected" in compared
-
-
-@pytest.mark.parametrize("name", ["demo", "full", "diloco"])
-@in_ranks(1, 1)
-def test_out_of_step_lone_call(name: str) -> None:
-    """A call of one island alone, while the other one trains, causes an error on both sides."""
-
-    def acts(i: int, small: Small) -> None:
-        small.train(4)
-        if i:
-            small.exchange.digests_equal()
+        (there if i else here)(small)
         small.train(8)
 
-    for text in both(CONFIGS[name], acts):
-        assert "a digest of parameters" in text or "is at step" in text, text
+    one, two = both(CONFIGS[name], acts)
+    assert said in one and said_there in two, (one, two)
 
 
 @pytest.mark.parametrize(
