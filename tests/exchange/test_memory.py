@@ -66,25 +66,25 @@ RUNS = [(name, 2) for name in CASES] + [
 ]
 
 
-# the largest of four shards, everything one step late
 def one_step_late(config: ExchangeConfig) -> ExchangeConfig:
     late = (replace(c, schedule=replace(c.schedule, delay=1)) for c in config.channels)
     return replace(config, channels=tuple(late))
 
 
+# of the largest of four shards
 LATE = {name: one_step_late(config) for name, config in CASES.items() if name in presets()}
 
 
-@pytest.fixture(autouse=True)
 def constants() -> None:
     """The tables of the decoder of positions, which are made once in a process (80 kB)."""
-    make_constants()
-
-
-def make_constants() -> None:
     form = sparse.shortest_form(4096, 128)
     planes = sparse.encode_positions(form, torch.arange(128).expand(8, 128))
     sparse.decode_positions(form, planes, 8)
+
+
+@pytest.fixture(autouse=True)
+def made_once() -> None:
+    constants()
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def test_memory_plan_two_islands_of_two_ranks(run_ranks: Any) -> None:
         named = list(model.named_parameters())
         optimizer = fsdp_demo.base_optimizer(config, named)
         ledger = Ledger()
-        make_constants()
+        constants()
         with followed(ledger):
             exchange = fsdp_demo.attach(optimizer, config, model=model)
             for _ in range(2):
