@@ -394,7 +394,6 @@ def test_preset_with_schedule_clip_and_decay(run_ranks, name):
     assert truth.margin > 5e-6, f"choose another seed: a top-k choice is as close as {truth.margin}"
     free = expected(replace(case, options={**case.options, "clip": None}), 2, procs, case.seed, 13)
     # clipping did something
-    # clipping did something
     assert float(apart(free.params[-1][0], truth.params[-1][0]).max()) > 5e-5
     for island, (_, params) in enumerate(results[::procs]):
         assert worst(params, island, truth) <= case.tolerance

@@ -39,7 +39,7 @@ from .test_presets_oracle import (
     sgd,
     trainer,
     worst,
-)  # fmt: skip
+)
 
 # -- demo: the learning rate inside the momentum -------------------------------------------------
 
@@ -93,9 +93,8 @@ def test_released_demo_lr_of_each_group(run_ranks):
         assert worst(params, island, truth) < 1e-5
 
 
-def test_released_demo_constant_rate_same_signs(monkeypatch) -> None:
+def test_released_demo_constant_rate_same_signs() -> None:
     """At a constant rate the signs with `lr_inside` are those without."""
-    monkeypatch.delenv("ISLAND_COUNT", raising=False)
     ends = []
     for inside in (False, True):
         torch.manual_seed(0)

@@ -47,6 +47,7 @@ def cases() -> list[Any]:
         known = inspect.signature(getattr(torch.optim, name)).parameters
         in_tensor = isinstance(options.get("lr"), torch.Tensor)
         for kernel in KERNELS:
+            # torch has no kernel over all tensors with a rate in a tensor
             if kernel.keys() <= known.keys() and not (kernel.get("foreach") and in_tensor):
                 out.append(
                     pytest.param(name, {**options, **kernel}, id=f"{name}-{options}-{kernel}")

@@ -25,6 +25,7 @@ class Sam(torch.optim.Optimizer):
 
     def __init__(self, net: Net, inner: str = "base_optimizer"):
         super().__init__(net.parameters(), {"lr": 0.01})
+        setattr(self, inner, torch.optim.SGD(self.param_groups, lr=0.01))
         self.inner = getattr(self, inner)
         self.param_groups = self.inner.param_groups
 

@@ -25,6 +25,8 @@ def wrapped(me: Any) -> Any:
     out = []
     for wrap in (
         lambda m: m,
+        torch.compile,
+        DistributedDataParallel,
         lambda m: torch.compile(DistributedDataParallel(m)),
     ):
         model = nn.Linear(3, 2)
