@@ -442,7 +442,10 @@ def test_clip_common_norm_skipped_step(me) -> None:
     exchange = fsdp_demo.attach(optimizer, config, model=model)
     for t in range(7):
         model(torch.ones(2, 6)).sum().backward()
-        exchange.skip() if (t, me.island) == (1, 1) else optimizer.step()
+        if (t, me.island) == (1, 1):
+            exchange.skip()
+        else:
+            optimizer.step()
         optimizer.zero_grad()
     exchange.finish()
     assert exchange.digests_equal()

@@ -50,7 +50,6 @@ def test_one_rank_call_named_on_every_rank(run_ranks: Any) -> None:
     one replica and over any transport.
     """
     first, second = run_ranks(alone, 1, 2)
-    first, second = run_ranks(alone, 1, 2)
     both = "Rank 0 has waited"
     out = "in no call of the exchange, after step 1."
     calls = f"s in totals(), after step 1; rank 1 is {out} All ranks"
