@@ -109,9 +109,9 @@ def trains(me: Any, config: Any, model: Any, optimizer: Any, schedule: Any) -> A
     return exchange, record, truth
 
 
-def joins(config, record, at, until=None, made=made, waits=0, **place) -> tuple[list, Any, Net]:
+def joins(config, record, at, until=None, made=made, waits=1, **place) -> tuple[list, Any, Net]:
     """A newcomer joins at step `at`: where it stood after each step that it has made up for, its
-    exchange and its model. waits: how much later its snapshot comes than that of other ranks.
+    exchange and its model. waits: how often it is told that there is no snapshot yet.
     """
     stands: list[dict[str, Any]] = []
     patch = joining.watched(lambda runtime: stands.append(joining.stand(runtime)))
