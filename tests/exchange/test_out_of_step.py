@@ -90,15 +90,21 @@ def trains(small: Small) -> None:
 
 
 DIGEST = "a digest of parameters"
-# island 1 does something at step 4, before it trains on
-BEHIND = ("island 1 (island1) is at step 4, we are at step 6",
-    "island 0 (island0) is at step 6, we are at step 4")  # fmt: skip
+
+
+def behind(step: int) -> tuple[str, str]:
+    """What the errors say where island 1 stands at step 4, and island 0 at this one."""
+    one = f"island 1 (island1) is at step 4, we are at step {step}"
+    return one, f"island 0 (island0) is at step {step}, we are at step 4"
+
+
+# what the islands do at step 4, before they train on
 CALLS = [
-    ("local_sgd", trains, evaluates, *BEHIND),
-    ("released", trains, evaluates, *BEHIND),
-    ("diloco", trains, compares, *BEHIND),
-    ("demo", trains, compares, f"{DIGEST} came from there", f"{DIGEST} was expected"),
-    ("full", trains, compares, f"{DIGEST} came from there", f"{DIGEST} was expected"),
+    ("local_sgd", trains, evaluates, *behind(6)),
+    ("released", trains, evaluates, *behind(6)),
+    ("diloco", trains, compares, *behind(6)),
+    ("demo", trains, compares, *behind(5)),
+    ("full", trains, compares, *behind(5)),
     ("diloco", asks, compares, f"{DIGEST} came from there, a question was expected",
         f"a question came from there, {DIGEST} was expected"),
 ]  # fmt: skip
