@@ -86,7 +86,7 @@ def run(
                     time.sleep(max(late, 0.0))
                     os.kill(os.getpid(), signal.SIGTERM)
             elif at is not None and last and exchange.step > at[me.island]:
-                time.sleep(0.02)  # so that it is told before it comes to the end
+                time.sleep(0.1)  # so that it is told before it comes to the end
             step(optimizer, loss(model, me.island, exchange.step))
         exchange.finish()
     return began, {n: p.detach().clone() for n, p in model.named_parameters()}
