@@ -150,10 +150,8 @@ def test_bytes_plan_equals_meter(run_ranks: Any, islands: int, procs: int) -> No
             for p in range(procs):
                 found = results[i * procs + p][name]
                 planned = [plans[p].message(t) for t in range(STEPS)]
-                counted = [
-                    (m.exchanges, m.messages, m.bytes_sent, m.bytes_received) for m in planned
-                ]
-                assert found == counted, (name, i, p)
+                due = [(m.exchanges, m.messages, m.bytes_sent, m.bytes_received) for m in planned]
+                assert found == due, (name, i, p)
                 assert sum(f[2] for f in found) > 0, name
                 total = plans[p].over(range(STEPS))
                 sums = tuple(sum(f[j] for f in found) for j in (2, 1))
