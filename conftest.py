@@ -40,6 +40,11 @@ GRACE = 5.0  # seconds that the other ranks get to end after one has failed
 GOING_ON = 20.0  # the same where a test expects that, and the others may go on without it
 
 
+def pytest_configure() -> None:
+    """What is attached in this process is one replica."""
+    os.environ.pop("ISLAND_COUNT", None)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Markers `ranks` and `launch`, by what a test uses; `slow` within large matrices. First, since

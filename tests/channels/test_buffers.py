@@ -16,7 +16,8 @@ from fsdp_demo import Topology, preset
 from fsdp_demo.channels import bind
 from fsdp_demo.checkpoint import CheckpointManager, RunState
 
-from ..support.inside import in_ranks
+from ..support.inside import in_ranks, in_threads
+from ..support.small import same
 from ..support.threaded import Tap, islands, values
 
 CONFIGS = {
@@ -51,20 +52,13 @@ class Net(torch.nn.Module):
 def made(config, topology: Topology, state=None, saved=None) -> tuple[Net, Any, Any]:
     torch.manual_seed(3)
     model = Net()
-    plain = config.inner_optimizers[0] == "sgd"
-    optimizer: Any = (
-        torch.optim.SGD(model.parameters(), lr=0.01)
-        if plain
-        else torch.optim.AdamW(model.parameters(), lr=0.01)
-    )
+    kind: Any = torch.optim.SGD if config.inner_optimizers[0] == "sgd" else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=0.01)
     if saved is not None:
         model.load_state_dict(saved[0])
         optimizer.load_state_dict(saved[1])
-    return (
-        model,
-        optimizer,
-        fsdp_demo.attach(optimizer, config, model=model, topology=topology, state=state),
-    )
+    given = {"model": model, "topology": topology, "state": state}
+    return model, optimizer, fsdp_demo.attach(optimizer, config, **given)
 
 
 def step(model: Net, optimizer: Any, exchange: Any, island: int) -> None:
@@ -123,9 +117,10 @@ def test_buffers_mean_in_message_of_parameters() -> None:
     assert torch.equal(mean, same) and sent == 3
 
 
-def test_buffers_under_gradient_presets(run_ranks: Callable[..., Any], everywhere: Any) -> None:
+@in_ranks(1, 1)
+def test_buffers_under_gradient_presets() -> None:
     """Gradient presets average the buffers at every so many steps only."""
-    everywhere.setattr(bind, "EVERY", 3)
+    bind.EVERY = 3  # of a process of its own
 
     def island(i: int, topology: Topology) -> Any:
         model, optimizer, exchange = made(CONFIGS["demo"], topology)
@@ -136,45 +131,30 @@ def test_buffers_under_gradient_presets(run_ranks: Callable[..., Any], everywher
         exchange.detach()
         return seen
 
-    def run() -> Any:
-        first, second = values(islands(island))
-        return [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
-
-    assert run_ranks(run, 1, 1) == [[False, False, True, False, False, True]]
+    both = zip(*values(islands(island)), strict=True)
+    assert [torch.equal(a, b) for a, b in both] == [False, False, True, False, False, True]
 
 
 @pytest.mark.parametrize("name", ["diloco late", "demo"])
-def test_buffers_after_resume(run_ranks: Callable[..., Any], everywhere: Any, name: str) -> None:
+@in_ranks(1, 1)
+def test_buffers_after_resume(name: str) -> None:
     """A resumed run has the same buffers as the uninterrupted one."""
-    everywhere.setattr(bind, "EVERY", 3)
+    bind.EVERY = 3  # of a process of its own
+    saved: dict[int, Any] = {}
 
-    def whole(i: int, topology: Topology) -> Any:
-        model, optimizer, exchange = made(CONFIGS[name], topology)
-        for t in range(10):
-            step(model, optimizer, exchange, i)
-            if t == 3:  # with a delay, a payload with buffers in it is under way
-                saved[i] = copy.deepcopy(
-                    (model.state_dict(), optimizer.state_dict(), exchange.state_dict())
-                )
-        exchange.detach()
-        return model.state_dict()
-
-    def again(i: int, topology: Topology) -> Any:
-        model, optimizer, exchange = made(
-            CONFIGS[name], topology, state=saved[i][2], saved=saved[i]
-        )
+    def run(i: int, topology: Topology) -> Any:
+        """The whole run, and then the one that goes on from what was saved."""
+        state = saved[i][2] if i in saved else None
+        model, optimizer, exchange = made(CONFIGS[name], topology, state, saved.get(i))
         while exchange.step < 10:
             step(model, optimizer, exchange, i)
+            if exchange.step == 4:  # with a delay, a payload with buffers in it is under way
+                held = (model.state_dict(), optimizer.state_dict(), exchange.state_dict())
+                saved[i] = copy.deepcopy(held)
         exchange.detach()
         return model.state_dict()
 
-    def run() -> Any:
-        for a, b in zip(values(islands(whole)), values(islands(again)), strict=True):
-            assert all(torch.equal(a[n], b[n]) for n in a)
-        return True
-
-    saved: dict[int, Any] = {}
-    assert run_ranks(run, 1, 1) == [True]
+    assert same(values(islands(run)), values(islands(run)))
 
 
 @pytest.mark.parametrize("name", ["demo", "diloco"])
@@ -215,18 +195,14 @@ def test_buffers_unsharded_islands_of_unlike_size(run_ranks: Callable[..., Any])
     assert found[0] == found[1] == found[2]
 
 
-def test_buffers_none_cost_nothing(run_ranks: Callable[..., Any]) -> None:
+@in_threads()
+def test_buffers_none_cost_nothing(topology: Topology) -> None:
     """A model without buffers sends nothing for them."""
-
-    def island(i: int, topology: Topology) -> Any:
-        model = torch.nn.Linear(4, 4)
-        exchange = fsdp_demo.attach(
-            torch.optim.AdamW(model.parameters()), "diloco", model=model, topology=topology
-        )
-        exchange.detach()
-        return exchange._runtime.buffers
-
-    assert run_ranks(lambda: values(islands(island)), 1, 1) == [[[], []]]
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    exchange = fsdp_demo.attach(optimizer, "diloco", model=model, topology=topology)
+    exchange.detach()
+    assert exchange._runtime.buffers == []
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3-parts"])

@@ -25,6 +25,7 @@ from fsdp_demo.rendezvous.island import IslandGroup
 from fsdp_demo.rendezvous.position import ShardPosition
 
 from ..support.accelerator import DEVICE, Accelerator, Synchronised, There, pin, plug_in
+from ..support.inside import in_ranks
 from ..support.threaded import islands, values
 
 CPU, R = torch.device("cpu"), 3
@@ -109,21 +110,9 @@ class Play:
         self.mode.lenient = number == 0
         c.apply(Incoming(out, Received(arrived, means, weights), out.present))
         self.mode.lenient = True
-        delta = c.channel.source == "delta"
-        written = [
-            t.cpu().clone()
-            for t in c.tensors("parameter" if delta else c.channel.source)
-            if t is not None
-        ]
-        return [
-            *sent,
-            *written,
-            *(
-                t.cpu().clone()
-                for t in (c.accumulator, c.anchor, c.momentum, c.written)
-                if t is not None
-            ),
-        ]
+        written = c.tensors("parameter" if c.channel.source == "delta" else c.channel.source)
+        kept = (*written, c.accumulator, c.anchor, c.momentum, c.written)
+        return [*sent, *(t.cpu().clone() for t in kept if t is not None)]
 
 
 @pytest.fixture
@@ -147,21 +136,19 @@ def compare(config, dtype: torch.dtype = torch.float32, home: str | None = None)
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("name", CASES)
+LOW = ("demo", "diloco fp32", "decoupled_momentum released")
+PLAYED: dict[str, tuple[ExchangeConfig, dict[str, Any]]] = {
+    **{name: (config, {}) for name, config in CASES.items()},
+    **{f"{name}, bf16 parameters": (CASES[name], {"dtype": torch.bfloat16}) for name in LOW},
+    "diloco, outer state on the host": (CASES["diloco fp32"], {"home": "cpu"}),
+}
+
+
+@pytest.mark.parametrize("name", PLAYED)
 def test_device_no_wait_and_same_bits(name: str, small: None) -> None:
     """No kind of channel waits for the device, and each comes to the bits of the CPU."""
-    compare(CASES[name])
-
-
-@pytest.mark.parametrize("name", ["demo", "diloco fp32", "decoupled_momentum released"])
-def test_device_bf16_parameters(name: str, small: None) -> None:
-    """Parameters in bf16 come to the bits of the CPU without a wait."""
-    compare(CASES[name], torch.bfloat16)
-
-
-def test_device_offload_outer_state(small: None) -> None:
-    """Outer state in host memory comes to the bits of the CPU without a wait."""
-    compare(CASES["diloco fp32"], home="cpu")
+    config, options = PLAYED[name]
+    compare(config, **options)
 
 
 # ---- a whole exchange --------------------------------------------------------------------------
@@ -202,28 +189,23 @@ def train(config: ExchangeConfig, device: torch.device, steps=7) -> Callable[[in
         **{"schedule.delay": 1, "applier.mix": 0.5})),
     ("decoupled_momentum", preset("decoupled_momentum", period=2, inner_optimizers="as_is")),
 ])  # fmt: skip
-def test_device_exchange_steps_never_wait(run_ranks, name: str, config: ExchangeConfig) -> None:
+@in_ranks(1, 1)
+def test_device_exchange_steps_never_wait(name: str, config: ExchangeConfig) -> None:
     """The steps of an exchange never wait for the device. Only the worker waits, for the copy it is
     about to send; parameters and the loss are those of the CPU. The watch for written parameters is
     left out: it reads one vector from the device ahead of the step behind an exchange.
     """
 
-    def run() -> Any:
-        with plug_in() as plug, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Rewritten, "compare", lambda *_: None)
-            found = values(islands(train(config, DEVICE)))
-        expected = values(islands(train(config, CPU)))
-        same = [
-            all(map(torch.equal, a[1], b[1])) and a[0] == pytest.approx(b[0])
-            for a, b in zip(found, expected, strict=True)
-        ]
-        waits = Counter(
-            entry.split(" waits for ")[0] for entry in plug.log if " waits for " in entry
-        )
-        return same, waits, Counter(plug.log)["everything"], [len(s.held) for s in plug.streams[1:]]
-
-    same, waits, everything, held = run_ranks(run, 1, 1)[0]
-    assert same == [True, True] and not everything
+    with plug_in() as plug, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rewritten, "compare", lambda *_: None)
+        found = values(islands(train(config, DEVICE)))
+    for (loss, params), (same_loss, same_params) in zip(
+        found, values(islands(train(config, CPU))), strict=True
+    ):
+        assert all(map(torch.equal, params, same_params)) and loss == pytest.approx(same_loss)
+    waits = Counter(entry.split(" waits for ")[0] for entry in plug.log if " waits for " in entry)
+    held = [len(s.held) for s in plug.streams[1:]]
+    assert not Counter(plug.log)["everything"]
     sent = waits.pop("exchange")
     assert sent > 4 and sum(waits.values()) == sent and set(waits) == {"stream1", "stream2"}
     assert len(held) == 2 and all(n >= sent for n in held)  # the loss and the payload of each

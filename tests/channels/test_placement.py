@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
 from fsdp_demo import preset
 from fsdp_demo.channels.bind import bind
 from fsdp_demo.channels.state import Placement
-from fsdp_demo.config.channel import Channel
-from fsdp_demo.config.schema import ExchangeConfig
 from fsdp_demo.hosts.torch_params import TorchHost
 from fsdp_demo.rendezvous.position import ShardPosition
 
@@ -57,11 +54,3 @@ def test_placement_binds_channels() -> None:
     assert beyond.channels[0].section is None
     assert beyond.channels[0].layout is None
     assert beyond.buffers == []
-
-
-def test_placement_uncovered_parameters_refused() -> None:
-    """Trained parameters that no channel covers are refused by name."""
-    _, here = shards()
-    config = ExchangeConfig("mine", (Channel("gradient", "gradient", exclude=("*.bias",)),))
-    with pytest.raises(ValueError, match="no channel covers 0.bias, 1.bias: freeze"):
-        bind(config.channels, config, Placement(here, islands=2), None)

@@ -66,9 +66,12 @@ class Case:
     tolerance: float = 1e-5
     seed: int = 0
     seeds: dict[str, int] = field(default_factory=dict)
-    period: int = 1
     model: Given = PROBE
     micro: int = 1
+
+    @property
+    def period(self) -> int:
+        return self.options.get("period", 1)
 
     @property
     def steps(self) -> int:
@@ -77,6 +80,30 @@ class Case:
 
     def seed_for(self, islands: str) -> int:
         return self.seeds.get(islands, self.seed)
+
+    def follow(
+        self, replicas: int, steps: int, shards: int = 1, seed: int | None = None
+    ) -> tuple[Any, list[list[dict[str, torch.Tensor]]]]:
+        """The oracle after so many steps on the model's gradients, and the parameters after each of
+        them: [step][replica].
+        """
+        model, seed = self.model, self.seed if seed is None else seed
+        start = model.start(seed)
+        method = self.make(start, replicas, self.inner, shards=shards, **self.options)
+        islands = range(replicas)
+        grads = [[model.island_gradient(seed, t, r) for r in islands] for t in range(steps)]
+        return method, followed(method, grads)
+
+    def unnamed(self, named: Any) -> torch.optim.Optimizer:
+        """The inner optimizer of named parameters."""
+        return self.inner([p for _, p in named])
+
+    def train(self, me: Any, steps: int, seed: int | None = None, **kw: Any) -> dict[str, Any]:
+        """`layered.train` of this case on this rank."""
+        seed = self.seed if seed is None else seed
+        model, feed = self.model.make(seed), self.model.feed(seed)
+        given = {"micro": self.micro, **kw}
+        return layered.train(me, model, self.config, self.unnamed, feed, steps, **given)
 
 
 def coding(**kw: Any) -> oracle.Coding:
@@ -92,28 +119,16 @@ def positions(config, shapes, shards, active_copies) -> Callable[[int, str, int]
 
     @cache
     def masks(exchange: int, shard: int) -> dict[str, torch.Tensor]:
-        local = {
-            n: shard_rows(torch.empty(s, device="meta"), shards)[shard].shape
-            for n, s in shapes.items()
-        }
+        whole = {n: torch.empty(s, device="meta") for n, s in shapes.items()}
+        local = {n: shard_rows(t, shards)[shard].shape for n, t in whole.items()}
         out = {n: torch.zeros(s) for n, s in local.items()}
         for active_copy in range(active_copies):
-            layout = Layout(
-                list(local.values()),
-                [tensor_layout_kind(channel, n) for n in local],
-                active_copy,
-                active_copies,
-            )
+            kinds = [tensor_layout_kind(channel, n) for n in local]
+            layout = Layout(list(local.values()), kinds, active_copy, active_copies)
             work = layout.new("cpu")
             for g in layout.groups:
-                inside = seeded(
-                    channel.codec.select,
-                    g.r * g.s,
-                    g.k(channel.codec.topk),
-                    g.count,
-                    exchange,
-                    config.seed,
-                )
+                k = g.k(channel.codec.topk)
+                inside = seeded(channel.codec.select, g.r * g.s, k, g.count, exchange, config.seed)
                 slots = inside // g.s * EDGE + inside % g.s
                 work[(slots + torch.arange(g.start, g.stop)[:, None] * BLOCK).view(-1)] = 1
             layout.unpack(work, list(out.values()))
@@ -136,6 +151,20 @@ def seeded_oracle(*args, config, shards=1, active_copies=1, beta=0.95, **kw) -> 
 
 
 P = 4  # period of the delta presets here
+
+
+def demo(**changes: Any) -> ExchangeConfig:
+    """DeMo without clipping, in fp32, with embeddings that are not transformed."""
+    plain = {**probe.PLAIN_EMBEDDINGS, "value_dtype": "fp32", "clip": None}
+    return preset("demo", **{**plain, **changes})
+
+
+def decoupled(**changes: Any) -> ExchangeConfig:
+    """Decoupled momentum without clipping, in fp32, transformed, under any inner optimizer."""
+    plain = {"transform": True, "period": P, "value_dtype": "fp32", "clip": None}
+    return preset("decoupled_momentum", **{**plain, "inner_optimizers": "as_is", **changes})
+
+
 RANDOM = preset("random", topk=512, clip=None)
 STRIDE = preset(
     "stride", **probe.PLAIN_EMBEDDINGS, topk=300, sign=False, beta=0.9, clip=None, transform=True
@@ -150,168 +179,55 @@ def parts(layers: int, order: str) -> list[list[str]]:
 def delta_case(config, inner: Callable[[Any], torch.optim.Optimizer] = sgd, **kw) -> Case:
     """Decoupled momentum: `kw` are the oracle's options and the case's fields."""
     fields = {k: kw.pop(k) for k in ("seed", "seeds", "tolerance") if k in kw}
-    return Case(
-        config.changed({"inner_optimizers": ["as_is"], "clip": None}),
-        oracle.DecoupledMomentum,
-        inner,
-        {"period": P, **kw},
-        period=P,
-        **fields,
-    )
+    return Case(config, oracle.DecoupledMomentum, inner, {"period": P, **kw}, **fields)
 
 
 CASES = {
     "full": Case(preset("full"), oracle.Full, adamw),
-    "local_sgd": Case(
-        preset("local_sgd", period=P, clip=None), oracle.Averaging, sgd, {"period": P}, period=P
-    ),
-    "local_adam": Case(
-        preset("local_adam", period=P, clip=None),
-        oracle.Averaging,
-        adamw,
-        {"period": P, "states": {"exp_avg": P, "exp_avg_sq": P}},
-        period=P,
-    ),
-    "desloc": Case(
-        preset("desloc", embeddings=True, period=P, clip=None),
-        oracle.Averaging,
-        adamw,
-        {"period": P, "states": {"exp_avg": 12, "exp_avg_sq": 24}},
-        period=P,
-    ),
-    "desloc-momentum": Case(
-        preset("desloc", embeddings=True, period=P, states={"momentum_buffer": 2}, clip=None),
-        oracle.Averaging,
-        heavy,
-        {"period": P, "states": {"momentum_buffer": 8}},
-        period=P,
-    ),
-    "diloco": Case(
-        preset("diloco", momentum_warmup=0, period=P, clip=None),
-        oracle.DiLoCo,
-        adamw,
-        {"period": P},
-        period=P,
-    ),
-    "diloco-warmup": Case(
-        preset("diloco", period=P, momentum_warmup=3, clip=None),
-        oracle.DiLoCo,
-        adamw,
-        {"period": P, "warmup": 3},
-        period=P,
-    ),
-    "streaming_diloco": Case(
-        preset("streaming_diloco", momentum_warmup=0, clip=None, **STREAM),
-        oracle.Streaming,
-        adamw,
-        {"period": 6, "delay": 2, "mix": 0.5, "parts": parts(2, "strided")},
-        model=LAYERED,
-    ),
-    "streaming-sequential": Case(
-        preset(
-            "streaming_diloco",
-            momentum_warmup=0,
-            clip=None,
-            **{**STREAM, "order": "sequential", "layers": 3, "mix": 0.0, "delay": 0},
-        ),
-        oracle.Streaming,
-        adamw,
-        {"period": 6, "parts": parts(3, "sequential")},
-        model=LAYERED,
-    ),
-    "demo": Case(
-        preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None),
-        oracle.Demo,
-        options={"coding": coding()},
-        seed=6,
-    ),
-    "demo-v2": Case(
-        preset(
-            "demo",
-            **probe.PLAIN_EMBEDDINGS,
-            value_dtype="fp32",
-            version=2,
-            beta=0.95,
-            topk=16,
-            clip=None,
-        ),
-        oracle.Demo,
-        options={"sign": False, "beta": 0.95, "gain": 0.05, "alpha": 0.2, "coding": coding(k=16)},
-        seeds={"2x2": 0, "4x1": 6},
-    ),
-    "demo-adamw": Case(
-        preset(
-            "demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", inner_optimizer="adamw", clip=None
-        ),
-        oracle.Demo,
-        adamw,
-        {"sign": False, "coding": coding()},
-        # AdamW divides by its own second moment, which is small where little arrives
-        tolerance=1e-4,
-        seeds={"2x2": 11, "4x1": 6},
-    ),
-    "demo-no-transform": Case(
-        preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", transform=False, clip=None),
-        oracle.Demo,
-        options={"coding": coding(transform=False)},
-        seed=3,
-    ),
+    "local_sgd": Case(preset("local_sgd", period=P, clip=None), oracle.Averaging, sgd,
+        {"period": P}),
+    "local_adam": Case(preset("local_adam", period=P, clip=None), oracle.Averaging, adamw,
+        {"period": P, "states": {"exp_avg": P, "exp_avg_sq": P}}),
+    "desloc": Case(preset("desloc", embeddings=True, period=P, clip=None), oracle.Averaging, adamw,
+        {"period": P, "states": {"exp_avg": 12, "exp_avg_sq": 24}}),
+    "desloc-momentum": Case(preset("desloc", embeddings=True, period=P, clip=None,
+        states={"momentum_buffer": 2}), oracle.Averaging, heavy,
+        {"period": P, "states": {"momentum_buffer": 8}}),
+    "diloco": Case(preset("diloco", momentum_warmup=0, period=P, clip=None), oracle.DiLoCo, adamw,
+        {"period": P}),
+    "diloco-warmup": Case(preset("diloco", momentum_warmup=3, period=P, clip=None), oracle.DiLoCo,
+        adamw, {"period": P, "warmup": 3}),
+    "streaming_diloco": Case(preset("streaming_diloco", momentum_warmup=0, clip=None, **STREAM),
+        oracle.Streaming, adamw,
+        {"period": 6, "delay": 2, "mix": 0.5, "parts": parts(2, "strided")}, model=LAYERED),
+    "streaming-sequential": Case(preset("streaming_diloco", momentum_warmup=0, clip=None,
+        **{**STREAM, "order": "sequential", "layers": 3, "mix": 0.0, "delay": 0}),
+        oracle.Streaming, adamw, {"period": 6, "parts": parts(3, "sequential")}, model=LAYERED),
+    "demo": Case(demo(), oracle.Demo, options={"coding": coding()}, seed=6),
+    "demo-v2": Case(demo(version=2, beta=0.95, topk=16), oracle.Demo, sgd,
+        {"sign": False, "beta": 0.95, "gain": 0.05, "alpha": 0.2, "coding": coding(k=16)},
+        seeds={"2x2": 0, "4x1": 6}),
+    # AdamW divides by its own second moment, which is small where little arrives
+    "demo-adamw": Case(demo(inner_optimizer="adamw"), oracle.Demo, adamw,
+        {"sign": False, "coding": coding()}, tolerance=1e-4, seeds={"2x2": 11, "4x1": 6}),
+    "demo-no-transform": Case(demo(transform=False), oracle.Demo,
+        options={"coding": coding(transform=False)}, seed=3),
     "random": Case(RANDOM, seeded_oracle, options={"config": RANDOM}),
     "stride": Case(STRIDE, seeded_oracle, options={"config": STRIDE, "sign": False, "beta": 0.9}),
-    "consensus": delta_case(
-        preset("decoupled_momentum", transform=True, period=P, value_dtype="fp32"),
-        coding=coding(),
-        seed=4,
-        seeds={"4x1": 3},
-    ),
-    "consensus-replicas-no-transform": delta_case(
-        preset(
-            "decoupled_momentum", period=P, value_dtype="fp32", transform=False, reducer="replicas"
-        ),
-        coding=coding(transform=False, senders=False),
-    ),
-    "released": delta_case(
-        preset("decoupled_momentum", transform=True, rule="released", period=P, value_dtype="fp32"),
-        rule="released",
-        coding=coding(senders=False),
-    ),
-    "released-average": delta_case(
-        preset(
-            "decoupled_momentum",
-            transform=True,
-            rule="released",
-            period=P,
-            value_dtype="fp32",
-            average_every=3,
-        ),
-        adamw,
-        rule="released",
-        coding=coding(senders=False),
-        average_every=3,
-    ),
-    "released-senders": delta_case(
-        preset(
-            "decoupled_momentum",
-            transform=True,
-            rule="released",
-            period=P,
-            value_dtype="fp32",
-            reducer="senders",
-        ),
-        rule="released",
-        coding=coding(),
-        tolerance=1e-4,  # the momentum grows at every exchange, and rounding with it
-        seed=3,
-    ),
-    "sparse_loco": Case(
-        preset("sparse_loco", period=P, value_dtype="fp32", clip=None, inner_optimizers="as_is"),
-        oracle.SparseLoCo,
-        sgd,
-        {"period": P, "code": "fp32"},
-        period=P,
-        seeds={"2x2": 0, "4x1": 4},
-    ),
-}
+    "consensus": delta_case(decoupled(), coding=coding(), seed=4, seeds={"4x1": 3}),
+    "consensus-replicas-no-transform": delta_case(decoupled(transform=False, reducer="replicas"),
+        coding=coding(transform=False, senders=False)),
+    "released": delta_case(decoupled(rule="released"), rule="released",
+        coding=coding(senders=False)),
+    "released-average": delta_case(decoupled(rule="released", average_every=3), adamw,
+        rule="released", coding=coding(senders=False), average_every=3),
+    # the momentum grows at every exchange, and rounding with it
+    "released-senders": delta_case(decoupled(rule="released", reducer="senders"), rule="released",
+        coding=coding(), tolerance=1e-4, seed=3),
+    "sparse_loco": Case(preset("sparse_loco", period=P, value_dtype="fp32", clip=None,
+        inner_optimizers="as_is"), oracle.SparseLoCo, sgd, {"period": P, "code": "fp32"},
+        seeds={"2x2": 0, "4x1": 4}),
+}  # fmt: skip
 
 
 @dataclass
@@ -331,11 +247,7 @@ def start(case_seed: int) -> dict[str, torch.Tensor]:
 
 
 def expected(case: Case, replicas: int, shards: int, seed: int, steps: int = STEPS) -> Expected:
-    method = case.make(case.model.start(seed), replicas, case.inner, shards=shards, **case.options)
-    grads = [
-        [case.model.island_gradient(seed, t, r) for r in range(replicas)] for t in range(steps)
-    ]
-    history = followed(method, grads)
+    method, history = case.follow(replicas, steps, shards, seed)
     signed = isinstance(method, oracle.Demo) and method.sign
     doubtful = {
         n: (method.smallest[n] < 1e-4) if signed else torch.zeros(p.shape, dtype=torch.bool)
@@ -364,15 +276,8 @@ def follow(method, seed, steps, names=None, skips=()) -> list[list[dict[str, tor
         left_out = [r for s, r in skips if s == t]
         if isinstance(method, oracle.Full):
             method.weights = [0.0 if r in left_out else w for r, w in enumerate(weights)]
-        history += followed(
-            method,
-            [
-                [
-                    {} if r in left_out else probe.island_gradient(seed, t, r, names)
-                    for r in range(method.R)
-                ]
-            ],
-        )
+        grads = [probe.island_gradient(seed, t, r, names) for r in range(method.R)]
+        history += followed(method, [[{} if r in left_out else g for r, g in enumerate(grads)]])
     return history
 
 
@@ -394,18 +299,16 @@ def worst_of(real, replica, truth, smallest: dict[str, torch.Tensor] | None = No
     return worst(real, replica, Expected(truth, 0.0, doubtful))
 
 
-def trainer(case: Case, seed: int, steps: int, sharded: bool = True, **kw) -> Callable[[Any], Any]:
+def apart(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> torch.Tensor:
+    """How far all elements are from the oracle's, in one vector."""
+    return torch.cat([(found[n] - p).abs().reshape(-1) for n, p in want.items()])
+
+
+def trainer(case: Case, seed: int, steps: int, **kw) -> Callable[[Any], Any]:
     """What each rank runs; only the first process of an island hands its parameters back."""
 
     def run(me: Any) -> Any:
-        feed, model = case.model.feed(seed), case.model.make(seed)
-
-        def inner(named: Any) -> torch.optim.Optimizer:
-            return case.inner([p for _, p in named])
-
-        out = layered.train(
-            me, model, case.config, inner, feed, steps, sharded, micro=case.micro, **kw
-        )
+        out = case.train(me, steps, seed, **kw)
         return out["equal"], out["params"] if me.proc == 0 else None
 
     return run
@@ -429,7 +332,7 @@ def test_preset_follows_oracle(run_ranks, name, islands):
     """Every preset follows its oracle step for step."""
     case, (count, procs, sharded) = CASES[name], ISLANDS[islands]
     steps, seed = case.steps if islands in BOTH else 10, case.seed_for(islands)
-    results = run_ranks(trainer(case, seed, steps, sharded), count, procs)
+    results = run_ranks(trainer(case, seed, steps, sharded=sharded), count, procs)
     if case.make is seeded_oracle and not sharded:
         case = replace(case, options={**case.options, "active_copies": procs})
     truth = expected(case, count, procs if sharded else 1, seed, steps)
@@ -440,9 +343,8 @@ def test_preset_follows_oracle(run_ranks, name, islands):
         if params is not None:
             assert worst(params, r // procs, truth) <= case.tolerance
         every = case.period * (3 if name == "released-average" else 1)
-        if (
-            case.config.equal_after_exchange or name == "released-average"
-        ) and case.model is PROBE:  # fragments are equal one after the other
+        together = case.config.equal_after_exchange or name == "released-average"
+        if together and case.model is PROBE:  # fragments are equal one after the other
             assert equal == [(t + 1) % every == 0 for t in range(steps)]
         else:
             assert equal == [False] * steps
@@ -458,9 +360,8 @@ def warm_then_cosine(t: int) -> float:
 
 ALL_FOUR = (
     "full", "local_sgd", "local_adam", "desloc", "diloco", "streaming_diloco", "demo", "demo-v2",
-    "demo-adamw", "random",
+    "demo-adamw", "random", "stride", "consensus", "released", "released-average", "sparse_loco",
 )  # fmt: skip
-ALL_FOUR += ("stride", "consensus", "released", "released-average", "sparse_loco")
 SEEDS = {"demo": 1, "demo-adamw": 1, "consensus": 1, "sparse_loco": 1}
 CLIPS = {"demo-v2": 0.5, "stride": 5.0}  # of means of which little is sent at a step
 
@@ -477,15 +378,8 @@ def all_four(name: str) -> Case:
     if "config" in options:
         options["config"] = config
     inner = adamw if name in ("local_adam", "desloc", "demo-adamw") else decayed
-    return replace(
-        case,
-        config=config,
-        options=options,
-        inner=inner,
-        micro=2,
-        seed=SEEDS.get(name, 0),
-        seeds={},
-    )
+    changed = {"config": config, "options": options, "inner": inner, "seeds": {}}
+    return replace(case, **changed, micro=2, seed=SEEDS.get(name, 0))
 
 
 @pytest.mark.parametrize("name", ALL_FOUR)
@@ -500,13 +394,9 @@ def test_preset_with_schedule_clip_and_decay(run_ranks, name):
     assert truth.margin > 5e-6, f"choose another seed: a top-k choice is as close as {truth.margin}"
     free = expected(replace(case, options={**case.options, "clip": None}), 2, procs, case.seed, 13)
     # clipping did something
-    assert (
-        max(float((free.params[-1][0][n] - p).abs().max()) for n, p in truth.params[-1][0].items())
-        > 5e-5
-    )
-    for rank, (_, params) in enumerate(results):
-        if params is not None:
-            assert worst(params, rank // procs, truth) <= case.tolerance
+    assert float(apart(free.params[-1][0], truth.params[-1][0]).max()) > 5e-5
+    for island, (_, params) in enumerate(results[::procs]):
+        assert worst(params, island, truth) <= case.tolerance
 
 
 # -- codes ---------------------------------------------------------------------------------------
@@ -564,15 +454,9 @@ def test_preset_value_codes_follow_oracle(run_ranks, name, islands):
     # so that hardly a scale or level is rounded another way
     case = replace(case, options={**case.options, "dtype": torch.float32})
     truth = expected(case, count, procs, 3, 13).params
-    for rank, (_, params) in enumerate(run_ranks(trainer(case, 3, 13), count, procs)):
-        if params is None:
-            continue
-        difference = torch.cat(
-            [
-                (params[-1][n] - want).abs().reshape(-1)
-                for n, want in truth[-1][rank // procs].items()
-            ]
-        )
+    results = run_ranks(trainer(case, 3, 13), count, procs)
+    for island, (_, params) in enumerate(results[::procs]):
+        difference = apart(params[-1], truth[-1][island])
         assert float((difference > 2e-6).float().mean()) < 0.02
         assert float(difference.max()) < 0.05
 
@@ -587,8 +471,7 @@ REAL: dict[str, Case] = {
     "streaming_diloco": Case(preset("streaming_diloco", momentum_warmup=0, clip=None,
         **{**STREAM, "layers": 1}), oracle.Streaming, adamw,
         {"period": 6, "delay": 2, "mix": 0.5, "parts": oracle.fragments(LAYER_NAMES, 1)}),
-    "consensus": delta_case(preset("decoupled_momentum", transform=True, period=P,
-        value_dtype="fp32"), adamw, coding=coding()),
+    "consensus": delta_case(decoupled(), adamw, coding=coding()),
     "sparse_loco": Case(preset("sparse_loco", period=P, value_dtype="fp32", clip=None),
         oracle.SparseLoCo, adamw, {"period": P, "code": "fp32"}),
 }  # fmt: skip
@@ -605,33 +488,19 @@ def test_preset_bf16_compute(run_ranks, name, islands):
     case, (count, procs, _) = REAL[name], ISLANDS[islands]
 
     def run(me):
-        def inner(named):
-            return case.inner([p for _, p in named])
-
-        loss = layered.small_loss(bf16=True)
-        out = layered.train(
-            me,
-            layered.Small(),
-            case.config,
-            inner,
-            loss,
-            STEPS,
-            bf16=True,
-            record=True,
-            equal=lambda t: False,
-        )
+        model, loss = layered.Small(), layered.small_loss(bf16=True)
+        options = {"bf16": True, "record": True, "equal": lambda t: False}
+        out = layered.train(me, model, case.config, case.unnamed, loss, STEPS, **options)
         return out if me.proc == 0 else None
 
-    results = [out for out in run_ranks(run, count, procs) if out is not None]
+    results = run_ranks(run, count, procs)[::procs]
     grads = [[out["grads"][t] for out in results] for t in range(STEPS)]
     assert all(g.dtype == torch.float32 for g in grads[0][0].values())
     first = {n: p.detach() for n, p in layered.Small().named_parameters()}
     method = case.make(first, count, case.inner, shards=procs, **case.options)
     truth = followed(method, grads)
     for r, out in enumerate(results):
-        difference = torch.cat(
-            [(out["params"][-1][n] - want).abs().reshape(-1) for n, want in truth[-1][r].items()]
-        )
+        difference = apart(out["params"][-1], truth[-1][r])
         assert float((difference > 1e-5).float().mean()) < (
             0.001 if isinstance(method, oracle.Sparse) else 1e-9
         ), name
@@ -656,37 +525,20 @@ def test_preset_muloco_measured_updates(run_ranks, islands, code):
     config = preset("sign_muloco", period=P) if short else plain
 
     def run(me):
-        loss = layered.small_loss(bf16=False)
-        out = layered.train(
-            me,
-            layered.Small(),
-            config,
-            MuonAdamW,
-            loss,
-            STEPS,
-            record=True,
-            equal=lambda t: t % P >= P - 2,
-        )
+        model, loss = layered.Small(), layered.small_loss(bf16=False)
+        options = {"record": True, "equal": lambda t: t % P >= P - 2}
+        out = layered.train(me, model, config, MuonAdamW, loss, STEPS, **options)
         return out if me.proc == 0 else None
 
-    results = [out for out in run_ranks(run, count, procs) if out is not None]
+    results = run_ranks(run, count, procs)[::procs]
     model = layered.Small()
     order = [n for g in MuonAdamW(model.named_parameters()).param_groups for n in g["param_names"]]
     # groups of values with a common level cross tensors in this order
     first = {n: model.get_parameter(n).detach() for n in order}
     beta = None if code == "fp32" else 0.6 if short else 0.9
-    method = oracle.MuLoCo(
-        first,
-        count,
-        sgd,
-        shards=procs,
-        period=P,
-        lr=0.8,
-        momentum=0.5 if short else 0.9,
-        beta=beta,
-        code=code,
-        dtype=torch.float32,
-    )
+    given = {"shards": procs, "period": P, "lr": 0.8, "code": code, "dtype": torch.float32}
+    momenta = {"momentum": 0.5 if short else 0.9, "beta": beta}
+    method = oracle.MuLoCo(first, count, sgd, **given, **momenta)
     updates = [
         [{n: out["after"][t][n] - p for n, p in out["before"][t].items()} for out in results]
         for t in range(STEPS)
@@ -695,7 +547,5 @@ def test_preset_muloco_measured_updates(run_ranks, islands, code):
     assert float(max(u.abs().max() for u in updates[0][0].values())) > 1e-3
     for r, out in enumerate(results):
         assert [e for e in out["equal"] if e is not None] == [False, True] * (STEPS // P)
-        difference = torch.cat(
-            [(out["params"][-1][n] - want).abs().reshape(-1) for n, want in truth[-1][r].items()]
-        )
+        difference = apart(out["params"][-1], truth[-1][r])
         assert float((difference > 1e-5).float().mean()) < (1e-9 if code == "fp32" else 0.02)

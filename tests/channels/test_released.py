@@ -24,17 +24,18 @@ from fsdp_demo import (
 from fsdp_demo.compression.windows import Window
 from fsdp_demo.hosts.muon import RELEASED
 
-from ..exchange.test_finish import ended
 from ..oracles import presets as oracle
-from ..support import probe
 from ..support.layered import LAYERED
+from ..support.two_layers import train
+from .test_delays_oracle import trained
 from .test_presets_oracle import (
     CASES,
     Case,
     coded,
+    coding,
     decayed,
+    demo,
     expected,
-    followed,
     sgd,
     trainer,
     worst,
@@ -50,15 +51,7 @@ def warm_up(t: int) -> float:
 
 INSIDE = replace(
     CASES["demo"],
-    config=preset(
-        "demo",
-        **probe.PLAIN_EMBEDDINGS,
-        value_dtype="fp32",
-        clip=None,
-        lr_inside=True,
-        inner_optimizers="as_is",
-        sign=True,
-    ),
+    config=demo(lr_inside=True, inner_optimizers="as_is", sign=True),
     inner=decayed,
     options={**CASES["demo"].options, "lr_inside": True, "schedule": warm_up},
     seeds={},
@@ -72,15 +65,13 @@ def test_released_demo_lr_inside(run_ranks, procs):
     results = run_ranks(trainer(case, case.seed, 16, schedule=warm_up), islands, procs)
     truth = expected(case, islands, procs, case.seed, 16)
     assert truth.margin > 5e-6, f"choose another seed: a top-k choice is as close as {truth.margin}"
-    plain = expected(
-        replace(case, options={**case.options, "lr_inside": False}), islands, procs, case.seed, 16
-    )
+    outside = replace(case, options={**case.options, "lr_inside": False})
+    plain = expected(outside, islands, procs, case.seed, 16)
     parted = [p != plain.params[-1][0][n] for n, p in truth.params[-1][0].items()]
     # a schedule tells them apart
     assert sum(int(x.sum()) for x in parted) > 0.2 * sum(x.numel() for x in parted)
-    for rank, (_, params) in enumerate(results):
-        if params is not None:
-            assert worst(params, rank // procs, truth) <= case.tolerance
+    for island, (_, params) in enumerate(results[::procs]):
+        assert worst(params, island, truth) <= case.tolerance
 
 
 def test_released_demo_lr_of_each_group(run_ranks):
@@ -91,57 +82,28 @@ def test_released_demo_lr_of_each_group(run_ranks):
     def two(params: Any) -> torch.optim.Optimizer:
         every = list(params)
         parts = [[p for p in every if (sum(p.shape) % 3 == 0) == some] for some in (False, True)]
-        return torch.optim.SGD(
-            [{"params": part, "lr": rate} for part, rate in zip(parts, (0.01, 0.04), strict=True)]
-        )
+        rates = zip(parts, (0.01, 0.04), strict=True)
+        return torch.optim.SGD([{"params": part, "lr": rate} for part, rate in rates])
 
-    config = preset(
-        "demo",
-        **probe.PLAIN_EMBEDDINGS,
-        value_dtype="fp32",
-        clip=None,
-        lr_inside=True,
-        sign=False,
-        topk=4096,
-        beta=0.9,
-    )
-    results = run_ranks(lambda me: probe.train(me, config, two, 5)["params"], 2, 1)
-    method = oracle.Demo(
-        probe_start(),
-        2,
-        two,
-        coding=oracle.Coding(k=4096, code="fp32"),
-        sign=False,
-        beta=0.9,
-        lr_inside=True,
-    )
-    truth = followed(method, [[probe.island_gradient(0, t, r) for r in range(2)] for t in range(5)])
-    for params in results:
-        for t, step in enumerate(params):
-            assert all(float((step[n] - p).abs().max()) < 1e-5 for n, p in truth[t][0].items())
+    config = demo(lr_inside=True, sign=False, topk=4096, beta=0.9)
+    options = {"coding": coding(k=4096), "sign": False, "beta": 0.9, "lr_inside": True}
+    case = Case(config, oracle.Demo, two, options)
+    results, truth = run_ranks(trainer(case, 0, 5), 2, 1), expected(case, 2, 1, 0, 5)
+    for island, (_, params) in enumerate(results):
+        assert worst(params, island, truth) < 1e-5
 
 
-def probe_start() -> dict[str, torch.Tensor]:
-    return {n: p.detach().clone() for n, p in probe.Probe(0).named_parameters() if p.requires_grad}
-
-
-def test_released_demo_constant_rate_same_signs(monkeypatch) -> None:
+def test_released_demo_constant_rate_same_signs() -> None:
     """At a constant rate the signs with `lr_inside` are those without."""
-    monkeypatch.delenv("ISLAND_COUNT", raising=False)
     ends = []
     for inside in (False, True):
         torch.manual_seed(0)
         model = torch.nn.Linear(64, 64)
         config = preset("demo", lr_inside=inside, value_dtype="fp32")
-        exchange = fsdp_demo.attach(
-            base_optimizer(config, model.parameters(), lr=2.0**-9), config, model=model
-        )
-        for t in range(6):
-            model(
-                torch.randn(4, 64, generator=torch.Generator().manual_seed(t))
-            ).square().sum().backward()
-            exchange.optimizers[0].step()
-            exchange.optimizers[0].zero_grad()
+        optimizer = base_optimizer(config, model.parameters(), lr=2.0**-9)
+        exchange = fsdp_demo.attach(optimizer, config, model=model)
+        rows = [torch.randn(4, 64, generator=torch.Generator().manual_seed(t)) for t in range(6)]
+        train(optimizer, lambda t: model(rows[t]).square().sum(), 6)  # noqa: B023
         exchange.finish()
         ends.append(model.weight.detach())
     assert torch.equal(*ends)
@@ -149,25 +111,14 @@ def test_released_demo_constant_rate_same_signs(monkeypatch) -> None:
 
 def test_released_rate_for_gradients_only() -> None:
     """`accumulator.rate` is refused for a channel of deltas."""
+    outer = preset("diloco").channels[0].applier
+    channel = Channel("delta", "delta", SyncSchedule(2), Accumulator(rate=True), applier=outer)
     with pytest.raises(ValueError, match="accumulator.rate=True multiplies gradients"):
-        ExchangeConfig(
-            "own",
-            (
-                Channel(
-                    "delta",
-                    "delta",
-                    SyncSchedule(2),
-                    Accumulator(rate=True),
-                    applier=preset("diloco").channels[0].applier,
-                ),
-            ),
-        )
-    assert preset("random", **{"accumulator.rate": True}).channels[0].accumulator == Accumulator(
-        beta=0.95, rate=True
-    )
-    assert Window(None, 0, 4, rows=((1, 0, 2, 0), (0, 3, 5, 2))).scale(
-        torch.ones(4), [2.0, 3.0]
-    ).tolist() == [3, 3, 2, 2]
+        ExchangeConfig("own", (channel,))
+    (channel,) = preset("random", **{"accumulator.rate": True}).channels
+    assert channel.accumulator == Accumulator(beta=0.95, rate=True)
+    window = Window(None, 0, 4, rows=((1, 0, 2, 0), (0, 3, 5, 2)))
+    assert window.scale(torch.ones(4), [2.0, 3.0]).tolist() == [3, 3, 2, 2]
 
 
 # -- muloco --------------------------------------------------------------------------------------
@@ -185,13 +136,8 @@ class QuantizedOuterSGD(oracle.Streaming):
 MULOCO = {
     "period": 4, "lr": 0.8, "momentum": 0.9, "beta": 0.9, "code": "int4", "dtype": torch.float32,
 }  # fmt: skip
-RELEASED_MULOCO = Case(
-    coded("muloco", period=4, value_dtype="int4", released=True),
-    QuantizedOuterSGD,
-    sgd,
-    MULOCO,
-    model=LAYERED,
-)
+RELEASED_MULOCO = Case(coded("muloco", period=4, value_dtype="int4", released=True),
+    QuantizedOuterSGD, sgd, MULOCO, model=LAYERED)  # fmt: skip
 
 
 @pytest.mark.parametrize("steps", [12, 14])
@@ -200,34 +146,26 @@ def test_released_muloco_squared_rate(run_ranks, steps):
     inside a round too, where the mean is plain whatever the gain is.
     """
     case = RELEASED_MULOCO
-    method = case.make(LAYERED.start(0), 2, case.inner, **case.options)
-    truth = followed(
-        method, [[LAYERED.island_gradient(0, t, r) for r in range(2)] for t in range(steps)]
-    )
+    method, truth = case.follow(2, steps)
     method.finish()
-    for final, equal, last in run_ranks(ended(case, steps), 2, 1):
+    for params, final, equal in run_ranks(trained(case, "finish", steps), 2, 1):
         assert equal
-        for n, p in method.theta[0].items():
-            for got, want in (
-                (last[n], truth[-1][0][n] if steps % 4 == 0 else last[n]),
-                (final[n], p.detach()),
-            ):
+        want = {n: p.detach() for n, p in method.theta[0].items()}
+        pairs = [(final, want), *([(params[-1], truth[-1][0])] if steps % 4 == 0 else [])]
+        for n in want:
+            for got, there in pairs:
                 # a value may be rounded another way
-                assert float(((got - want).abs() > 1e-5).float().mean()) < 0.02, n
+                assert float(((got[n] - there[n]).abs() > 1e-5).float().mean()) < 0.02, n
 
 
 def test_released_muloco_defaults() -> None:
     """The preset `muloco` has our values by default and the authors' with `released=True`."""
     ours, released = preset("muloco").channels[0], preset("muloco", released=True).channels[0]
     assert (ours.accumulator.gain, ours.applier.momentum_warmup) == (1.0, 20)
-    assert (released.accumulator.gain, released.applier.lr, released.applier.momentum_warmup) == (
-        0.8,
-        0.8,
-        0,
-    )
-    assert (
-        preset("muloco", released=True, momentum_warmup=5).channels[0].applier.momentum_warmup == 5
-    )
+    outer = released.applier
+    assert (released.accumulator.gain, outer.lr, outer.momentum_warmup) == (0.8, 0.8, 0)
+    warm = preset("muloco", released=True, momentum_warmup=5).channels[0]
+    assert warm.applier.momentum_warmup == 5
     assert preset("muloco", released=True, value_dtype="fp32").channels[0].accumulator is None
 
 
@@ -273,16 +211,13 @@ def test_released_muon_by_options(shape) -> None:
 
 def test_released_muon_factor_choices() -> None:
     """The factor of Muon is one of three."""
-    named = [
-        ("w", torch.nn.Parameter(torch.ones(4, 16))),
-        ("u", torch.nn.Parameter(torch.ones(16, 4))),
-    ]
+    shapes = {"w": (4, 16), "u": (16, 4)}
+    named = [(n, torch.nn.Parameter(torch.ones(s))) for n, s in shapes.items()]
     for adjust, groups in (("original", 1), ("match_rms_adamw", 1), ("sqrt_out_in", 2)):
         made = MuonAdamW(named, adjust=adjust)
         assert len(made.param_groups) == groups
-    assert [g["lr"] * g["weight_decay"] for g in made.param_groups] == pytest.approx(
-        [0.0224e-4] * 2
-    )
+    decays = [g["lr"] * g["weight_decay"] for g in made.param_groups]
+    assert decays == pytest.approx([0.0224e-4] * 2)
     assert [g["lr"] for g in made.param_groups] == [0.0112, 0.0224]
     with pytest.raises(ValueError, match="adjust='sqrt_in_out'.*did you mean 'sqrt_out_in'"):
         MuonAdamW(named, adjust="sqrt_in_out")
@@ -296,11 +231,7 @@ def test_released_outer_rate_of_dense_tensors(rule) -> None:
     """The outer rate is also that of whole tensors, unless `dense_lr` is set."""
     applier = preset("decoupled_momentum", rule=rule, lr=0.3).channels[0].applier
     assert (applier.lr, applier.dense_lr) == (0.3, 0.3)
-    assert (
-        preset("decoupled_momentum", rule=rule, lr=0.3, **{"applier.dense_lr": 0.5})
-        .channels[0]
-        .applier.dense_lr
-        == 0.5
-    )
+    both = preset("decoupled_momentum", rule=rule, lr=0.3, **{"applier.dense_lr": 0.5})
+    assert both.channels[0].applier.dense_lr == 0.5
     usual = preset("decoupled_momentum", rule=rule).channels[0].applier
     assert usual.lr == usual.dense_lr == (0.7 if rule == "released" else 1.0)

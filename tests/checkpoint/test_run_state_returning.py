@@ -17,12 +17,13 @@ import torch
 import fsdp_demo
 from fsdp_demo import preset
 
-from ..exchange.test_survivors import ENV, Small, backward
+from ..exchange.test_survivors import ENV, Small, loss
 from ..support.damage import changed_head, flip
 from ..support.forked import returns
 from ..support.heard import heard
 from ..support.plain_loop import PlainLoop
 from ..support.small import same
+from ..support.two_layers import step
 
 CASES = {
     "demo": preset("demo", inner_optimizer="adamw"),
@@ -45,9 +46,7 @@ def life(me: Any, case: str, dies: int = 0) -> Any:
     while last is None or exchange.step < last:
         if exchange.step == dies > 0:
             os._exit(9)
-        backward(model, me.island, exchange.step)
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer, loss(model, me.island, exchange.step))
         if last is None and ends.exists():
             last = int(ends.read_text())
         if exchange.step > 6:

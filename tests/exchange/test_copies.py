@@ -13,6 +13,7 @@ from fsdp_demo import Mismatch
 from fsdp_demo.exchange import refusals
 
 from ..support.inside import in_ranks
+from ..support.two_layers import train
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "demo": {},
@@ -35,15 +36,11 @@ def test_copies_without_ddp_refused(me: Any, name: str) -> None:
     optimizer = sgd(model)
     fsdp_demo.attach(optimizer, name, model=model, **OPTIONS[name])
     torch.manual_seed(1 + me.rank)
-    what, taken = ("gradients", [0]) if name == "demo" else ("parameters", [0, 1])
-    steps = []
+    what, taken = ("gradients", []) if name == "demo" else ("parameters", [0])
+    steps: list[int] = []
     differ = f"ranks 0 and 1 of this island hold the same shard, but their {what} differ"
     with pytest.raises(Mismatch, match=f"{differ}.*first in weight.*DistributedDataParallel"):
-        for step in range(3):
-            steps.append(step)
-            model(torch.randn(4, 8)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(optimizer, lambda t: model(torch.randn(4, 8)).square().mean(), 3, each=steps.append)
     assert steps == taken
 
 
@@ -76,10 +73,7 @@ def test_copies_under_ddp_accepted(run_ranks: Callable[..., Any]) -> None:
         optimizer = sgd(model)
         exchange = fsdp_demo.attach(optimizer, "demo", model=wrapped)
         torch.manual_seed(1 + me.rank)
-        for _ in range(2):
-            wrapped(torch.randn(4, 8)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(optimizer, lambda t: wrapped(torch.randn(4, 8)).square().mean(), 2)
         exchange.finish()
         return model.weight.flatten().tolist()
 
@@ -102,15 +96,12 @@ def test_copies_unsharded_root_warned(run_ranks: Callable[..., Any], name: str, 
         fully_shard(model[0])
         if root:
             fully_shard(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         told: list[str] = []
         refusals.log.warning = lambda text, *args, **_: told.append(text % args)
         exchange = fsdp_demo.attach(optimizer, name, model=model, **OPTIONS[name])
         torch.manual_seed(1 + me.rank)
-        for _ in range(4):
-            model(torch.randn(4, 6)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(optimizer, lambda t: model(torch.randn(4, 6)).square().mean(), 4)
         exchange.detach()
         return told
 

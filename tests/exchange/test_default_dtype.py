@@ -13,6 +13,7 @@ import torch
 import fsdp_demo
 
 from ..support.inside import in_ranks
+from ..support.two_layers import train
 
 MAKES = {"empty", "zeros", "ones", "full", "tensor", "eye", "linspace", "rand", "randn"}
 NUMBERS = {"arange", "randint", "randperm"}  # of integers: the default dtype is no matter
@@ -56,10 +57,7 @@ def test_default_dtype_and_device_same_bits(me: Any) -> None:
         set_default()
         try:
             exchange = fsdp_demo.attach(optimizer, config, model=model)
-            for x in rows:
-                model(x).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            train(optimizer, lambda t: model(rows[t]).square().mean(), len(rows))
             with exchange.outer_parameters(model):
                 exchange.metrics()
             exchange.state_dict()

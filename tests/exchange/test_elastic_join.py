@@ -20,9 +20,9 @@ from fsdp_demo.elastic import join_server
 from fsdp_demo.elastic.notes import Ready, Sign
 from fsdp_demo.peers import bulk_stream
 
-from .test_survivors import Small, backward
+from ..support.two_layers import step
+from .test_survivors import Small, loss, optimizer_for
 
-pytest.importorskip("zmq")
 CASES = {"full": preset("full"), "diloco": preset("diloco", period=3, momentum_warmup=0)}
 # most have switched, at step 5 of `must_match`'s 50, when the third comes
 CASES["switch"] = preset("sign_loco", period=3, switch=0.1, **{"schedule.delay": 1})
@@ -36,36 +36,34 @@ def wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
-def grown(me: Any, case: str, late: int, islands: int) -> Any:
-    """Train until all have come and `MORE` steps longer. The one that is late comes when the others
-    have taken a few steps.
+def grown(me: Any, case: str, late: int, full: tuple[int, ...], moment: str = "") -> Any:
+    """Train until the islands `full` have come and `MORE` steps longer. The one that is late comes
+    when the others have taken a few steps; with a `moment` island 0 dies as its donor.
     """
-    begun, together = me.folder / "begun", me.folder / "end"
+    begun, end = me.folder / "begun", me.folder / "end"
+    if moment and me.island == 0:
+        dies_as_a_donor(moment, me.folder / "died")
     if me.island == late:
         wait_for(begun)
     model = Small()
-    kind = torch.optim.SGD if case == "full" else torch.optim.AdamW
-    optimizer = kind(model.parameters(), lr=1e-3)
+    optimizer = optimizer_for(case, model)
     exchange = fsdp_demo.attach(optimizer, CASES[case], model=model, must_match={"steps": 50})
     first, topology = exchange.step, exchange.topology
     slots = exchange.peers.slots
-    while exchange.step < (int(together.read_text() or 10**9) if together.exists() else 10**9):
-        backward(model, topology.island, exchange.step)
-        optimizer.step()
-        optimizer.zero_grad()
-        if me.island == 0 and exchange.step == 4:
+    while not end.exists() or exchange.step < int(end.read_text()):
+        step(optimizer, loss(model, topology.island, exchange.step))
+        if exchange.step == 4:
             begun.touch()
-        if me.island == 0 and not together.exists():
+        if me.island == full[0] and not end.exists():
             time.sleep(0.02)
-            if len(exchange.peers.slots) == islands:
+            if exchange.peers.slots == full:
                 part = me.folder / f"part{os.getpid()}"
                 part.write_text(str(exchange.step + MORE))
-                part.rename(together)
+                part.rename(end)
     exchange.finish()
-    found = exchange.peers.slots if exchange.peers else None
     values = [p.detach().clone() for p in model.parameters()]
     parts = topology.starters, topology.islands, topology.count
-    return first, slots, exchange.digests_equal(), exchange.step, values, parts, found
+    return first, slots, exchange.digests_equal(), exchange.step, values, parts, exchange.newcomer
 
 
 def agree(found: list[Any]) -> None:
@@ -83,7 +81,7 @@ def test_elastic_third_island_joins(run_ranks, case: str, procs: int) -> None:
     def env(me: Any) -> dict[str, str]:
         return dict(ISLAND_MIN="2", ISLAND_TIMEOUT="40" if me.island == 1 else "5")
 
-    found = run_ranks(grown, 3, procs, timeout=120, env=env, args=(case, 1, 3))
+    found = run_ranks(grown, 3, procs, timeout=120, env=env, args=(case, 1, (0, 1, 2)))
     agree([found[i * procs] for i in range(3)])
     one, two, three = found[0], found[procs], found[2 * procs]
     assert one[1] == three[1] == (0, 2) and one[0] == three[0] == 0 and two[0] >= 4
@@ -101,7 +99,7 @@ def test_elastic_island_beyond_count_joins(run_ranks, early: bool) -> None:
             (me.folder / "begun").touch()
         return {"ISLAND_COUNT": "2", "ISLAND_SLOTS": "3"}
 
-    found = run_ranks(grown, 3, 1, timeout=120, env=env, args=("full", 2, 3))
+    found = run_ranks(grown, 3, 1, timeout=120, env=env, args=("full", 2, (0, 1, 2)))
     agree(found)
     assert found[0][1] == found[1][1] == (0, 1) and found[2][0] > 0
     assert all(f[5] == ((0, 1), 3, 2) for f in found)
@@ -110,7 +108,7 @@ def test_elastic_island_beyond_count_joins(run_ranks, early: bool) -> None:
 def test_elastic_run_of_one_grows(run_ranks) -> None:
     """A run of one island grows when another one joins."""
     env = {"ISLAND_COUNT": "1", "ISLAND_SLOTS": "2"}
-    found = run_ranks(grown, 2, 1, timeout=120, env=env, args=("full", 1, 2))
+    found = run_ranks(grown, 2, 1, timeout=120, env=env, args=("full", 1, (0, 1)))
     agree(found)
     assert found[0][1] == (0,) and found[1][0] >= 4
 
@@ -141,34 +139,6 @@ def dies_as_a_donor(moment: str, died: Path) -> None:
     join_server.read_note = lambda note: Sign() if isinstance(read(note), Ready) else read(note)
 
 
-def handed_over(me: Any, case: str, moment: str) -> Any:
-    """Islands 0 and 1 train, 2 joins them while island 0 dies as its donor."""
-    begun, together = me.folder / "begun", me.folder / "end"
-    if me.island == 0:
-        dies_as_a_donor(moment, me.folder / "died")
-    if me.island == 2:
-        wait_for(begun)
-    model = Small()
-    kind = torch.optim.SGD if case == "full" else torch.optim.AdamW
-    optimizer = kind(model.parameters(), lr=1e-3)
-    exchange = fsdp_demo.attach(optimizer, CASES[case], model=model)
-    first = exchange.step
-    while not together.exists() or exchange.step < int(together.read_text()):
-        backward(model, me.island, exchange.step)
-        optimizer.step()
-        optimizer.zero_grad()
-        time.sleep(0.02)
-        if exchange.step == 4:
-            begun.touch()
-        if me.island == 1 and not together.exists() and exchange.peers.slots == (1, 2):
-            part = me.folder / f"part{os.getpid()}"
-            part.write_text(str(exchange.step + MORE))
-            part.rename(together)
-    exchange.finish()
-    values = [p.detach().clone() for p in model.parameters()]
-    return first, exchange.newcomer, exchange.digests_equal(), exchange.step, values
-
-
 @pytest.mark.parametrize(("case", "procs", "moment"), [
     ("full", 1, "snapshot"), ("full", 1, "tick"), ("diloco", 1, "snapshot"),
     ("diloco", 1, "message"), ("full", 2, "tick"),
@@ -179,10 +149,10 @@ def test_elastic_newcomer_changes_donor(run_ranks, case: str, procs: int, moment
     """
     env = {"ISLAND_COUNT": "2", "ISLAND_SLOTS": "3"}
     more: dict[str, Any] = {"timeout": 120, "env": env, "check": False, "grace": 60.0}
-    outcomes = run_ranks(handed_over, 3, procs, args=(case, moment), **more)
+    outcomes = run_ranks(grown, 3, procs, args=(case, 2, (1, 2), moment), **more)
     assert 9 in [o.status for o in outcomes[:procs]]
     logs = [o.log for o in outcomes]
     one, two = (outcomes[procs * i].value for i in (1, 2))
     assert one and two and "another island is asked for its state" in logs[2 * procs], logs
-    assert one[2] and two[2] and one[3] == two[3] and not one[1] and two[1] and two[0] >= 4
-    assert all(torch.equal(a, b) for a, b in zip(one[4], two[4], strict=True))
+    agree([one, two])
+    assert not one[6] and two[6] and two[0] >= 4

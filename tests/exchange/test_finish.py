@@ -18,13 +18,14 @@ from fsdp_demo import Topology, preset
 from fsdp_demo.exchange import summary
 from fsdp_demo.exchange.saved_state import History
 
-from ..channels.test_delays_oracle import CASES as DELAYED
-from ..channels.test_presets_oracle import CASES, Case, coded, coding, followed, sgd
+from ..channels import test_delays_oracle as delays
+from ..channels.test_presets_oracle import CASES, Case, coded, coding, sgd
 from ..oracles import presets as oracle
-from ..support import layered, threaded
+from ..support import threaded
 from ..support.ends import trained
 from ..support.heard import heard
 from ..support.inside import in_ranks
+from ..support.two_layers import train
 
 STEPS = 18  # of a period of 4: two steps after an exchange
 LOCO = coded("sparse_loco", period=4, value_dtype="fp32", lr=0.65, **{"applier.dense_lr": 0.8})
@@ -36,83 +37,59 @@ ENDS = {
         {"period": 4, "lr": 0.5, "dense_lr": 0.5, "coding": coding(transform=False)}, seed=4),
     "sparse_loco": Case(LOCO, oracle.SparseLoCo, sgd,
         {"period": 4, "lr": 0.65, "dense_lr": 0.8, "code": "fp32"}),
-    "streaming": DELAYED["streaming-5"],
-    "streaming-mixed-queue": DELAYED["streaming-8"],
+    "streaming": delays.CASES["streaming-5"],
+    "streaming-mixed-queue": delays.CASES["streaming-8"],
 }  # fmt: skip
 
 
-def ended(case: Case, steps: int) -> Any:
-    def run(me: Any) -> Any:
-        def inner(named: Any) -> torch.optim.Optimizer:
-            return case.inner([p for _, p in named])
-
-        model, feed = case.model.make(case.seed), case.model.feed(case.seed)
-        out = layered.train(
-            me,
-            model,
-            case.config,
-            inner,
-            feed,
-            steps,
-            end=lambda e: e.finish(),
-            equal=lambda t: False,
-        )
-        return out["final"], out["final_equal"], out["params"][-1]
-
-    return run
+DRAINED = (
+    "delta-3-mixed", "delta-3-kept", "delta-6", "delta-6-eager-kept", "delta-9-mixed",
+    "streaming-5", "streaming-13",
+)  # fmt: skip
+AT = [(n, STEPS) for n in ENDS] + [("diloco", 2), ("diloco", 20), ("sparse_loco", 20)]
+AT += [(n, 20) for n in DRAINED] + [("delta-4", 18), ("delta-4", 19)]
 
 
-@pytest.mark.parametrize(
-    "name, steps", [*((n, STEPS) for n in ENDS), ("diloco", 20), ("sparse_loco", 20)]
-)
+@pytest.mark.parametrize("name, steps", AT)
 def test_finish_inside_round_oracle(run_ranks, name, steps):
-    """`finish` inside a round comes to the parameters of the oracle."""
-    case = ENDS[name]
-    method = case.make(case.model.start(case.seed), 2, case.inner, **case.options)
-    followed(
-        method,
-        [[case.model.island_gradient(case.seed, t, r) for r in range(2)] for t in range(steps)],
-    )
+    """`finish` inside a round applies all exchanges in flight and makes one more; it comes to the
+    parameters of the oracle.
+    """
+    case = (delays.CASES | ENDS)[name]
+    method, _ = case.follow(2, steps)
     method.finish()
-    for final, equal, last in run_ranks(ended(case, steps), 2, 1):
+    just_done = steps % 4 == 0 and not case.options.get("delay")
+    for params, final, equal in run_ranks(delays.trained(case, "finish", steps), 2, 1):
         assert equal
         for n, p in method.theta[0].items():
             assert float((final[n] - p.detach()).abs().max()) <= case.tolerance, n
-            assert steps % 4 or torch.equal(final[n], last[n])  # the last exchange was just done
+            assert not just_done or torch.equal(final[n], params[-1][n])
 
 
 @pytest.mark.parametrize("name", ["diloco", "muloco"])
-def test_finish_inside_round_validation_loss(run_ranks, name):
+@in_ranks(1, 1)
+def test_finish_inside_round_validation_loss(name):
     """An end inside a round does no harm to the validation loss. With the published constant
     momentum a whole outer step for one step of work was 1.4 and 1.5 times worse than the anchor
     before.
     """
-    config = preset(name, period=10, momentum_warmup=0).changed({"inner_optimizers": ["as_is"]})
-    ends = run_ranks(
-        lambda me: [(r.anchor, r.after, r.equal, r.before, r.final) for r in trained(config, 121)],
-        1,
-        1,
-    )[0]
-    for anchor, after, equal, _, final in ends:
-        assert equal and after <= anchor * 1.01
+    ends = trained(coded(name, period=10, momentum_warmup=0, clip=1.0), 121)
+    for end in ends:
+        assert end.equal and end.after <= end.anchor * 1.01
         if name == "diloco":
-            for f, *own in zip(final, *(e[3] for e in ends), strict=True):
+            for f, *own in zip(end.final, *(e.before for e in ends), strict=True):
                 assert float((f - sum(own) / len(own)).abs().max()) < 1e-6
 
 
-def test_finish_inside_round_keeps_momentum(monkeypatch) -> None:
+def test_finish_inside_round_keeps_momentum() -> None:
     """`finish` inside a round leaves the momentum of the last whole round. A checkpoint written
     after `finish()` goes on as if the run had been longer.
     """
-    monkeypatch.delenv("ISLAND_COUNT", raising=False)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exchange = fsdp_demo.attach(
-        optimizer, "diloco", model=model, period=2, inner_optimizers="as_is", momentum_warmup=0
-    )
-    for _ in range(3):
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
+    config = preset("diloco", period=2, inner_optimizers="as_is", momentum_warmup=0)
+    exchange = fsdp_demo.attach(optimizer, config, model=model)
+    train(optimizer, lambda t: model(torch.ones(1, 4)).sum(), 3)
     before = exchange.channels[0].momentum.clone()
     exchange.finish()
     assert before.any() and torch.equal(exchange.channels[0].momentum, before)
@@ -141,18 +118,13 @@ def test_finish_log_names_islands(slots: tuple[int, ...], equal: bool | None, sa
 TEXT = "the script ends at step 3, and finish() was not called"
 
 
-def attached(topology: Topology | None = None) -> tuple[fsdp_demo.Exchange, Any]:
+def attached(topology: Topology | None = None, steps: int = 0) -> fsdp_demo.Exchange:
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     exchange = fsdp_demo.attach(optimizer, "diloco", model=model, topology=topology, period=2)
-
-    def step() -> None:
-        model(torch.randn(2, 4)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return exchange, step
+    train(optimizer, lambda t: model(torch.randn(2, 4)).sum(), steps)
+    return exchange
 
 
 def test_finish_forgotten_is_logged(run_ranks: Any) -> None:
@@ -160,9 +132,7 @@ def test_finish_forgotten_is_logged(run_ranks: Any) -> None:
 
     def run() -> None:
         logging.basicConfig(level=logging.WARNING, force=True)
-        exchange, step = attached()
-        for _ in range(3):
-            step()
+        exchange = attached(steps=3)
         atexit._run_exitfuncs()  # a forked rank ends without
         assert exchange.closed
 
@@ -191,9 +161,7 @@ def test_finish_forgotten_silent_otherwise(run_ranks: Any) -> None:
         for way in ("", "finish", "finish-open", "detach", "stopped", "broken", "error", "fresh"):
 
             def island(number: int, topology: Topology, way: str = way) -> None:
-                exchange, step = attached(topology)
-                for _ in range(0 if way == "fresh" else 3):
-                    step()
+                exchange = attached(topology, 0 if way == "fresh" else 3)
                 ends(exchange, way)
                 exchange._at_exit()
 
@@ -209,11 +177,9 @@ def test_finish_forgotten_silent_otherwise(run_ranks: Any) -> None:
     assert found.pop("") == 2 and not any(found.values()), found
 
 
-def test_finish_forgotten_silent_alone(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+def test_finish_forgotten_silent_alone(caplog: pytest.LogCaptureFixture) -> None:
     """One replica alone misses no `finish`."""
-    monkeypatch.delenv("ISLAND_COUNT", raising=False)
-    exchange, step = attached()
-    step()
+    exchange = attached(steps=1)
     exchange._at_exit()
     assert exchange.closed and "finish()" not in caplog.text
 
@@ -225,14 +191,9 @@ def test_finish_keeps_history_and_participants(me: Any) -> None:
     """
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exchange = fsdp_demo.attach(
-        optimizer,
-        preset("local_sgd", period=1, inner_optimizers="as_is"),
-        model=model,
-    )
-    for _ in range(3):
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
+    config = preset("local_sgd", period=1, inner_optimizers="as_is")
+    exchange = fsdp_demo.attach(optimizer, config, model=model)
+    train(optimizer, lambda t: model(torch.ones(1, 3)).sum(), 3)
     before = exchange.history, exchange.applied_by
     exchange.finish()
     after = (exchange.history, exchange.applied_by)

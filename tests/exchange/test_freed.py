@@ -16,6 +16,7 @@ from fsdp_demo import PeerLost
 from fsdp_demo.rendezvous import attempts
 
 from ..support.freed import left, references
+from ..support.two_layers import train
 
 
 def made(sharded: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -43,10 +44,7 @@ def life(end: str, sharded: bool) -> dict[str, Any]:
         found |= references(exchange=exchange)
         with pytest.raises(ValueError, match="has an exchange already"):
             fsdp_demo.attach(optimizer, "diloco", model=model, period=2)
-    for _ in range(3):
-        model(torch.randn(4, 8)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(optimizer, lambda t: model(torch.randn(4, 8)).square().mean(), 3)
     if end == "finish":
         exchange.finish()
     elif end == "detach":
@@ -82,9 +80,15 @@ def test_freed_when_attach_is_interrupted(monkeypatch: Any) -> None:
     fsdp_demo.attach(optimizer, "diloco", model=model).detach()
 
 
-def test_freed_while_the_optimizer_is_held(monkeypatch: Any) -> None:
-    """The hooks hold an exchange that the script does not, and its step is counted on."""
+def test_freed_while_the_optimizer_is_held() -> None:
+    """The hooks hold an exchange that the script does not: its step is counted on, and that of one
+    which has finished says so.
+    """
     model, optimizer = made(False)
+    fsdp_demo.attach(optimizer, "diloco", model=model).finish()
+    gc.collect()
+    with pytest.raises(RuntimeError, match="finished"):
+        optimizer.step()
     fsdp_demo.attach(optimizer, "diloco", model=model)
     gc.collect()
     with pytest.raises(ValueError, match="has an exchange already"):

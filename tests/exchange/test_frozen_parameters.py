@@ -14,6 +14,7 @@ import fsdp_demo
 
 from ..support import threaded
 from ..support.heard import heard
+from ..support.inside import in_ranks
 from ..support.threaded import values
 
 MOVED = "frozen parameters were moved since attach"
@@ -56,24 +57,17 @@ def trained(island, topology, preset, moves, everything, steps, **more) -> dict[
     return {n: t.clone() for n, t in net.state_dict().items()}
 
 
-@pytest.fixture
-def both(run_ranks: Any) -> Any:
+def both(*words: Any, **more: Any) -> tuple[Any, Any, list[str]]:
     """The models of two islands, and what was warned of."""
-
-    def run(*words: Any, **more: Any) -> tuple[Any, Any, list[str]]:
-        def ranks(me: Any) -> Any:
-            lines = heard()
-            made = threaded.islands(lambda i, topology: trained(i, topology, *words, **more))
-            return *values(made), lines
-
-        return run_ranks(ranks, 1, 1)[0]
-
-    return run
+    lines = heard()
+    made = threaded.islands(lambda i, topology: trained(i, topology, *words, **more))
+    return *values(made), lines
 
 
 @pytest.mark.parametrize("everything", [False, True])
 @pytest.mark.parametrize("preset", ["full", "diloco"])
-def test_frozen_parameters_moved_named_once(both: Any, preset: str, everything: bool) -> None:
+@in_ranks(1, 1)
+def test_frozen_parameters_moved_named_once(preset: str, everything: bool) -> None:
     """A warning names frozen parameters that move, once per island."""
     one, two, lines = both(preset, True, everything, 4)
     said = [line for line in lines if MOVED in line]
@@ -84,7 +78,8 @@ def test_frozen_parameters_moved_named_once(both: Any, preset: str, everything: 
     assert torch.equal(one["mean"], two["mean"]) and torch.equal(one["queue"], two["queue"])
 
 
-def test_frozen_parameters_moved_before_finish(both: Any) -> None:
+@in_ranks(1, 1)
+def test_frozen_parameters_moved_before_finish() -> None:
     """`finish` notices frozen parameters that moved after the first comparison. In a run of one
     step.
     """
@@ -92,14 +87,16 @@ def test_frozen_parameters_moved_before_finish(both: Any) -> None:
     assert sum(MOVED in line for line in lines) == 2
 
 
-def test_frozen_parameters_unmoved_silent(both: Any) -> None:
+@in_ranks(1, 1)
+def test_frozen_parameters_unmoved_silent() -> None:
     """Frozen parameters that do not move are equal on all islands and cause no warning."""
     one, two, lines = both("diloco", False, True, 4)
     assert not any(MOVED in line for line in lines)
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_own_tensors_left_alone(both: Any) -> None:
+@in_ranks(1, 1)
+def test_own_tensors_left_alone() -> None:
     """Tensors that `own_tensors` names are neither averaged nor compared."""
     for everything in (False, True):
         one, two, lines = both("diloco", True, everything, 4, own_tensors=["queue", "teacher.*"])

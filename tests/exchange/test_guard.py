@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,11 @@ import torch
 
 import conftest
 import fsdp_demo
-from fsdp_demo import ExchangeConfig, PeerLost, WireError, preset
+from fsdp_demo import ExchangeConfig, preset
 from fsdp_demo.exchange.guard import start_again
 from fsdp_demo.status import DECIDE, SAVED
 
-from ..support import probe, threaded
-from ..support.inside import in_ranks
+from ..support import probe
 from ..support.threaded import Tap
 from ..support.two_layers import sgd
 from ..support.world import replica
@@ -73,10 +71,9 @@ LOST = {
     "silent": Case(CONSENSUS, with_signal=signal.SIGSTOP, timed_out=True),
     "2x2, all of it killed": Case(DEMO, 2, (0, 1)),
     "2x2, one rank killed inside an exchange": Case(CONSENSUS, 2, (1,), message=0, timed_out=True),
-    "2x2, one rank silent inside a reduce": Case(
-        DILOCO, 2, (1,), signal.SIGSTOP, message=1, timed_out=True
-    ),
-}
+    "2x2, one rank silent inside a reduce": Case(DILOCO, 2, (1,), signal.SIGSTOP, message=1,
+        timed_out=True),
+}  # fmt: skip
 
 
 def job(me: Any, case: Case) -> None:
@@ -91,11 +88,9 @@ def job(me: Any, case: Case) -> None:
 
     def save() -> None:
         state = exchange.state_dict()
-        record = dict(
-            step=exchange.step, at=time.time(), last=state["last"], flights=len(state["in_flight"])
-        )
+        record = {"step": exchange.step, "at": time.time(), "last": state["last"]}
         partial = me.folder / f"partial{me.rank}"
-        torch.save(record, partial)
+        torch.save({**record, "flights": len(state["in_flight"])}, partial)
         partial.rename(me.folder / f"saved{me.rank}")
         # the last survivor ends what is left of island 1
         if len(list(me.folder.glob("saved*"))) == me.procs:
@@ -130,45 +125,45 @@ def test_peer_loss_saves_and_exits_75(run_ranks, tmp_path, name) -> None:
     outcomes = run_ranks(job, 1, 2 * case.procs, timeout=45, env=env, check=False, args=(case,))
     folder = next(tmp_path.glob("ranks-*"))
     struck = float((folder / "struck").read_text())
-    due = case.at if case.config.channels[0].schedule.due(case.at) else case.at + 1
-    expected = [
-        due + d + (not case.config.channels[0].before_step)
-        for d in range(case.config.channels[0].schedule.delay + 1)
-    ]
-    where = [s for s in expected if f"island0 (island 0, rank 0), step {s}:" in outcomes[0].log]
-    assert len(where) == 1, outcomes[0].log
-    for rank in range(case.procs):
-        log = outcomes[rank].log
+    (channel,) = case.config.channels
+    delay, before = channel.schedule.delay, channel.before_step
+    due = case.at if channel.schedule.due(case.at) else case.at + 1
+    expected = [due + d + (not before) for d in range(delay + 1)]
+    logs = [o.log for o in outcomes[: case.procs]]
+    where = [s for s in expected if f"island0 (island 0, rank 0), step {s}:" in logs[0]]
+    assert len(where) == 1 and "python job.py --resume" in logs[0], logs[0]
+    for rank, log in enumerate(logs):
         assert outcomes[rank].status == 75, (outcomes[rank].status, outcomes[rank].error, log)
         assert f"island0 (island 0, rank {rank}), step {where[0]}:" in log
-        assert "python job.py --resume" in outcomes[0].log
         saved = torch.load(folder / f"saved{rank}")
-        delay, before = case.config.channels[0].schedule.delay, case.config.channels[0].before_step
         # what was sent and not received is kept, to be sent once more
-        sent = saved["last"][case.config.channels[0].name]
-        assert saved["step"] == where[0]
-        assert sent == where[0] + before
+        assert saved["step"] == where[0] and saved["last"][channel.name] == where[0] + before
         assert 1 <= saved["flights"] <= delay + 1
         assert (tmp_path / "status" / f"rank{rank}").read_text() == "75"
         late = saved["at"] - struck
         assert late < SILENCE * case.timed_out + 8, f"saved {late:.1f} s after"
         if case.with_signal == signal.SIGSTOP and case.procs == 1:
             assert late > SILENCE - 0.5
-    logs = "".join(o.log for o in outcomes[: case.procs])
-    assert "island 1 (island1) is lost: " in logs and "2 must go on together" in logs
+    said = "".join(logs)
+    assert "island 1 (island1) is lost: " in said and "2 must go on together" in said
 
 
 # ---- SIGTERM -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["2x2, every step", "in flight", "every few steps"])
+# The wish is in the header of step 3: all stop when it lands, equal. With rare exchanges the others
+# miss the island later.
+TOLD = {
+    "2x2, every step": (DEMO, 2, [4] * 4),
+    "in flight": (DEMO.changed({"schedule.delay": 2}), 1, [6, 6]),
+    "every few steps": (preset("diloco", period=5, inner_optimizers="as_is"), 1, [5, 4]),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
 def test_sigterm_one_rank_ends_mesh(run_ranks, tmp_path, name) -> None:
     """SIGTERM to one rank of a mesh ends all ranks at one step."""
-    config, procs = {
-        "2x2, every step": (DEMO, 2),
-        "in flight": (DEMO.changed({"schedule.delay": 2}), 1),
-        "every few steps": (preset("diloco", period=5, inner_optimizers="as_is"), 1),
-    }[name]
+    config, procs, steps = TOLD[name]
 
     def run(me: Any) -> None:
         logging.basicConfig(level=logging.INFO, force=True)
@@ -191,22 +186,12 @@ def test_sigterm_one_rank_ends_mesh(run_ranks, tmp_path, name) -> None:
     outcomes = run_ranks(run, 1, 2 * procs, timeout=45, env=env, check=False)
     assert [o.status for o in outcomes] == [75] * (2 * procs), [o.log for o in outcomes]
     saved = [torch.load(next(tmp_path.glob("ranks-*")) / f"saved{r}") for r in range(2 * procs)]
-    steps = [s[0] for s in saved]
-    # The wish was in the header of step 3: all stop when it lands, equal. With rare exchanges the
-    # others miss the island later.
-    assert (
-        steps == {"2x2, every step": [4] * 4, "in flight": [6, 6], "every few steps": [5, 4]}[name]
-    )
+    assert [s[0] for s in saved] == steps
     if name != "every few steps":
-        for r in range(procs):
-            assert (
-                len(saved[r][1]["in_flight"])
-                == len(saved[procs + r][1]["in_flight"])
-                == config.channels[0].schedule.delay
-            )
-            assert all(
-                torch.equal(a, b) for a, b in zip(saved[r][2], saved[procs + r][2], strict=True)
-            )
+        for (_, one, here), (_, two, there) in zip(saved[:procs], saved[procs:], strict=True):
+            flights = [len(state["in_flight"]) for state in (one, two)]
+            assert flights == [config.channels[0].schedule.delay] * 2
+            assert all(map(torch.equal, here, there))
 
 
 @pytest.mark.parametrize(("topology", "status", "says"), [
@@ -251,56 +236,6 @@ def test_guard_handler_restored_and_save_error(run_ranks) -> None:
     assert outcome.status == 1 and "disk full" in outcome.log and "saving failed" in outcome.log
 
 
-# ---- islands out of step -----------------------------------------------------------------------
-
-
-@in_ranks(1, 1)
-def test_out_of_step_error_without_abort(me: Any) -> None:
-    """Islands out of step get an error on both sides, never SIGABRT, never a hang."""
-
-    def pair(config: ExchangeConfig, other: Callable[[Any, Any], Any]) -> list[Any]:
-        def island(i: int, topology: Any) -> Any:
-            p = torch.nn.Parameter(torch.zeros(64, 80))
-            optimizer = torch.optim.SGD([p], lr=0.1)
-            exchange = fsdp_demo.attach(optimizer, config, topology=topology)
-
-            def step() -> None:
-                p.grad = torch.ones_like(p)
-                optimizer.step()
-
-            try:
-                for _ in range(4):
-                    step()
-                if i:
-                    other(exchange, step)
-                for _ in range(4):
-                    step()
-                return "not noticed"
-            finally:
-                exchange.detach()
-
-        return threaded.islands(island, timeout=2)
-
-    for config in (DEMO, preset("full"), preset("diloco", period=2, inner_optimizers="as_is")):
-        for name, other in {
-            "finish": lambda e, step: e.finish(),
-            "digest": lambda e, step: e.digests_equal(),
-            "other steps": lambda e, step: e._runtime.go_to(e.step + 2),
-        }.items():
-            results = pair(config, other)
-            errors = [r for r in results if isinstance(r, RuntimeError)]
-            assert len(errors) == 2, (
-                config.preset,
-                name,
-                results,
-            )
-            assert any(isinstance(r, (PeerLost, WireError)) for r in errors), (
-                config.preset,
-                name,
-                results,
-            )
-
-
 # ---- the end of a process ----------------------------------------------------------------------
 
 PROGRAM = """
@@ -332,6 +267,7 @@ def job(island, number, ending):
         optimizer.step()
     if ending == "finish":
         exchange.finish()
+        assert not torch.distributed.is_initialized()
     if ending == "detach":
         exchange.detach()
 
@@ -378,24 +314,19 @@ def test_process_exit_status(exchange_store, tmp_path) -> None:
     program.write_text(PROGRAM)
     endings = ["silent", "finish", "finish", "forget", "detach", "refused", "error"]
     env = {k: v for k, v in os.environ.items() if not k.startswith("ISLAND_")}
-    env |= {
-        "ISLAND_COUNT": "2",
-        "ISLAND_ENDPOINT": f"{exchange_store[0]}:{exchange_store[1]}",
-        "ISLAND_ADDRESS": "127.0.0.1",
-    }
+    host, port = exchange_store
+    env |= {"ISLAND_COUNT": "2", "ISLAND_ENDPOINT": f"{host}:{port}", "ISLAND_ADDRESS": "127.0.0.1"}
     # who waited for this limit, to end then, would not end in time
     env |= {"ISLAND_TIMEOUT": "1000", "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, str(program), *endings]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])
-    assert len(results) == len(endings)
-    expected = {
-        "finish": [0, 0], "detach": [0, 0], "forget": [0, 0], "refused": [1, 1], "error": [1, 0],
-        "silent": [1, 0],
-    }  # fmt: skip
+    expected = {"refused": [1, 1], "error": [1, 0], "silent": [1, 0]}
+    assert sorted(ending for ending, _ in results) == sorted(endings)
     for ending, statuses in results:
-        assert statuses == expected[ending], (ending, statuses, done.stderr[-3000:])
+        found = (ending, statuses, done.stderr[-3000:])
+        assert statuses == expected.get(ending, [0, 0]), found
     assert "terminate called" not in done.stderr and "Fatal Python error" not in done.stderr
 
 

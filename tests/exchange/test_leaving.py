@@ -19,16 +19,9 @@ from fsdp_demo.config.channel import Channel
 from fsdp_demo.config.parts import Applier, Codec, Reducer, SyncSchedule
 from fsdp_demo.config.schema import ExchangeConfig
 
-from .test_survivors import Small, backward
+from ..support.two_layers import step
+from .test_survivors import Small, loss, optimizer_for
 
-try:
-    import zmq
-except ModuleNotFoundError:
-    zmq = None  # type: ignore[assignment]
-
-pytestmark = pytest.mark.skipif(
-    zmq is None, reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'"
-)
 ENV = {"ISLAND_DEAD": "4", "ISLAND_STOP": "20"}
 GRADIENTS = (15.0, 30.0, 45.0)  # of each island, in every step
 VICTIM, AT, STEPS = 1, 5, 12  # told to end in step 5, the second of the second round of 4
@@ -38,15 +31,8 @@ SAID = "it counts in their exchange of step 8"
 def plain(code: str = "fp32", weight: str = "equal") -> ExchangeConfig:
     """The anchor less the mean delta: numbers that can be followed by hand."""
     outer = Applier("outer_step", lr=1.0, momentum=0.0, nesterov=False)
-    channel = Channel(
-        "delta",
-        "delta",
-        SyncSchedule(4),
-        codec=Codec(value_dtype=code),
-        reducer=Reducer(weight=weight),
-        applier=outer,
-    )
-    return ExchangeConfig("plain", (channel,))
+    form = {"codec": Codec(value_dtype=code), "reducer": Reducer(weight=weight), "applier": outer}
+    return ExchangeConfig("plain", (Channel("delta", "delta", SyncSchedule(4), **form),))
 
 
 def kept(exchange: Any) -> list[torch.Tensor]:
@@ -63,10 +49,8 @@ def trained(me: Any, config: ExchangeConfig, tokens: int = 0) -> Any:
         for t in range(STEPS):
             if me.island == VICTIM and t == AT:
                 os.kill(os.getpid(), signal.SIGTERM)
-            (w * GRADIENTS[me.island]).sum().backward()
             exchange.report(tokens=tokens)
-            optimizer.step()
-            optimizer.zero_grad()
+            step(optimizer, (w * GRADIENTS[me.island]).sum())
         exchange.finish()
     return exchange.digests_equal(), w.detach().clone()
 
@@ -122,10 +106,7 @@ QUICK = ("sparse_loco", "decoupled_momentum, late", "desloc")
 
 def told(me: Any, case: str) -> Any:
     model = Small()
-    if case == "muloco":
-        optimizer: Any = fsdp_demo.MuonAdamW(list(model.named_parameters()), lr=1e-3)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = optimizer_for(case, model)
     exchange = fsdp_demo.attach(optimizer, CASES[case], model=model)
     before: list[Any] = []
 
@@ -138,9 +119,7 @@ def told(me: Any, case: str) -> Any:
         for t in range(14):
             if me.island == VICTIM and t == AT:
                 os.kill(os.getpid(), signal.SIGTERM)
-            backward(model, me.island, t)
-            optimizer.step()
-            optimizer.zero_grad()
+            step(optimizer, loss(model, me.island, t))
             before[:] = kept(exchange)
         exchange.finish()
     return exchange.digests_equal(), {n: p.detach().clone() for n, p in model.named_parameters()}

@@ -15,6 +15,7 @@ from fsdp_demo.peers.header import HEADER
 
 from ..support import threaded
 from ..support.inside import in_ranks
+from ..support.small import Noise, same
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("demo", {}), ("full", {}), ("full", {"value_dtype": "bf16"}), ("random", {}),
@@ -23,28 +24,20 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def trained(islands: int, preset: str, changes: dict[str, Any], look: Any, steps: int = 4) -> Any:
-    """look(exchange, tap) on each island after `steps` steps."""
+def trained(islands: int, preset: str, changes: dict[str, Any], look: Any) -> Any:
+    """look(exchange, tap) on each island after four steps."""
+    config = fsdp_demo.preset(preset, **changes)
 
     def island(i: int, topology: fsdp_demo.Topology) -> Any:
-        named = [
-            (f"layers.{n}.weight", nn.Parameter(torch.zeros(shape)))
-            for n, shape in enumerate([(70, 128), (5, 3)])
-        ]
-        config = fsdp_demo.preset(preset, **changes)
-        optimizer = fsdp_demo.base_optimizer(config, named, lr=1e-3)
-        exchange = fsdp_demo.attach(optimizer, config, topology=topology)
-        exchange.watch_energy()
-        tap = threaded.Tap(exchange)
-        for t in range(steps):
-            draw = torch.Generator().manual_seed(10 * t + i)
-            for _, p in named:
-                p.grad = torch.randn(p.shape, generator=draw)
-            exchange.report(tokens=7, loss=1.0)
-            optimizer.step()
-        exchange.flush()
-        found = look(exchange, tap)
-        exchange.finish()
+        made = Noise(topology, config, adamw=config.inner_optimizers[0] != "sgd")
+        made.exchange.watch_energy()
+        tap = threaded.Tap(made.exchange)
+        for _ in range(4):
+            made.exchange.report(tokens=7, loss=1.0)
+            made.step()
+        made.exchange.flush()
+        found = look(made.exchange, tap)
+        made.exchange.finish()
         return found
 
     return threaded.values(threaded.islands(island, islands))
@@ -52,7 +45,8 @@ def trained(islands: int, preset: str, changes: dict[str, Any], look: Any, steps
 
 @pytest.mark.parametrize(("preset", "changes"), CASES)
 @pytest.mark.parametrize("islands", [2, 3])
-def test_ledger_rows_hold_all_bytes(run_ranks, preset: str, changes: Any, islands: int) -> None:
+@in_ranks(1, 1)
+def test_ledger_rows_hold_all_bytes(preset: str, changes: Any, islands: int) -> None:
     """The rows of the ledger hold all bytes that a process hands to its group."""
 
     def look(exchange: Any, tap: Any) -> None:
@@ -61,7 +55,7 @@ def test_ledger_rows_hold_all_bytes(run_ranks, preset: str, changes: Any, island
         assert sent == metrics["bytes_sent"] == sum(n for _, n in tap.all_left())
         assert page.total.received == metrics["bytes_received"]
         assert page.headers.sent == HEADER.size * len(tap.sent) and 0 < page.headers.sent < sent
-        # which of two tensors had a gradient: one byte to each other island, and nothing else
+        # which tensors had a gradient: one byte to each other island, and nothing else
         steps = sum(e.applied >= 0 for e in exchange.timeline())
         early = any(c.before_step for c in channels)
         assert page.other.sent == (steps * (islands - 1) if early else 0)
@@ -69,64 +63,55 @@ def test_ledger_rows_hold_all_bytes(run_ranks, preset: str, changes: Any, island
         assert all(m.sent for m in page.channels.values())
         assert sum(e.sent for e in exchange.timeline()) == sent
 
-    run_ranks(lambda: trained(islands, preset, changes, look), 1, 1)
+    trained(islands, preset, changes, look)
 
 
 @pytest.mark.parametrize(("preset", "changes"), [("demo", {}), ("sparse_loco", {"period": 2})])
-def test_kept_energy_of_topk(run_ranks: Any, preset: str, changes: Any) -> None:
+@in_ranks(1, 1)
+def test_kept_energy_of_topk(preset: str, changes: Any) -> None:
     """The kept energy of a top-k selection is that of the values it sends. Of exact values: the
     largest squares of the block over all of them.
     """
+    names = {"codec.value_dtype": "fp32", "codec.topk": 16, "codec.transform": "none"}
+    config = fsdp_demo.preset(preset, **changes, **names)
 
-    def run() -> Any:
-        names = {"codec.value_dtype": "fp32", "codec.topk": 16, "codec.transform": "none"}
+    def island(i: int, topology: fsdp_demo.Topology) -> None:
+        weight = nn.Parameter(torch.zeros(64, 64))
+        optimizer = fsdp_demo.base_optimizer(config, [("weight", weight)], lr=1e-3)
+        exchange = fsdp_demo.attach(optimizer, config, topology=topology)
+        assert exchange.kept_energy() == {}
+        exchange.watch_energy()
+        encoded: list[torch.Tensor] = []
+        (channel,) = exchange.channels
+        plain = channel.section.encode
 
-        def island(i: int, topology: fsdp_demo.Topology) -> Any:
-            weight = nn.Parameter(torch.zeros(64, 64))
-            config = fsdp_demo.preset(preset, **changes, **names)
-            optimizer = fsdp_demo.base_optimizer(config, [("weight", weight)], lr=1e-3)
-            exchange = fsdp_demo.attach(optimizer, config, topology=topology)
-            before = exchange.kept_energy()
-            exchange.watch_energy()
-            encoded: list[torch.Tensor] = []
-            (channel,) = exchange.channels
-            plain = channel.section.encode
+        def noted(work: torch.Tensor, step: int) -> Any:
+            encoded.append(work.clone())
+            return plain(work, step)
 
-            def noted(work: torch.Tensor, step: int) -> Any:
-                encoded.append(work.clone())
-                return plain(work, step)
+        channel.section.encode = noted
+        for t in range(4):
+            draw = torch.Generator().manual_seed(t + 9 * i)
+            weight.grad = torch.randn(64, 64, generator=draw)
+            optimizer.step()
+        (kept,) = exchange.kept_energy().values()
+        exchange.finish()
+        squares = encoded[-1].double().square().flatten()
+        assert kept == pytest.approx(float(squares.topk(16).values.sum() / squares.sum()), rel=1e-4)
 
-            channel.section.encode = noted
-            for t in range(4):
-                weight.grad = torch.randn(
-                    64, 64, generator=torch.Generator().manual_seed(t + 9 * i)
-                )
-                optimizer.step()
-            found = exchange.kept_energy()
-            exchange.finish()
-            squares = encoded[-1].double().square().flatten()
-            return before, found, float(squares.topk(16).values.sum() / squares.sum())
-
-        return threaded.values(threaded.islands(island))
-
-    (found,) = run_ranks(run, 1, 1)
-    for before, kept, by_hand in found:
-        assert before == {} and list(kept.values()) == pytest.approx([by_hand], rel=1e-4)
+    threaded.values(threaded.islands(island))
 
 
-def test_kept_energy_of_dense(run_ranks: Any) -> None:
+@in_ranks(1, 1)
+def test_kept_energy_of_dense() -> None:
     """The kept energy of a dense channel is 1 in fp32 and less in coarser codes."""
 
-    def run() -> Any:
-        look = lambda exchange, tap: exchange.kept_energy()  # noqa: E731
-        return [
-            trained(2, "diloco", {"period": 2, "value_dtype": code}, look)[0]
-            for code in ("fp32", "bf16", "int4")
-        ]
+    def kept(code: str) -> dict[str, float]:
+        changes = {"period": 2, "value_dtype": code}
+        return trained(2, "diloco", changes, lambda exchange, tap: exchange.kept_energy())[0]
 
-    ((exact, rounded, coarse),) = run_ranks(run, 1, 1)
-    assert exact == {"delta": 1.0}
-    assert 1.0 > rounded["delta"] > 1 - 2**-15 > coarse["delta"] > 0.9
+    assert kept("fp32") == {"delta": 1.0}
+    assert 1.0 > kept("bf16")["delta"] > 1 - 2**-15 > kept("int4")["delta"] > 0.9
 
 
 @in_ranks(1, 1)
@@ -143,10 +128,4 @@ def test_kept_energy_changes_no_bit() -> None:
         other = trained(2, "demo", {}, weights)
     finally:
         fsdp_demo.Exchange.watch_energy = plain
-    assert all(
-        (
-            torch.equal(a, b)
-            for one, two in zip(watched, other, strict=True)
-            for a, b in zip(one, two, strict=True)
-        )
-    )
+    assert same(watched, other)

@@ -20,28 +20,24 @@ from fsdp_demo.exchange.first_step import Noted
 
 from ..support import threaded
 from ..support.inside import in_ranks
-from ..support.two_layers import Net
+from ..support.two_layers import attached, step, train
 
 
 class Loop:
     """Three steps of `diloco`, period 2, and what the script has kept of step 1."""
 
     def __init__(self, topology: Any = None) -> None:
-        self.net = Net(topology or fsdp_demo.Topology())
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
-        self.exchange = fsdp_demo.attach(
-            self.optimizer, "diloco", model=self.net, period=2, topology=topology
-        )
+        def adamw(net: nn.Module) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(net.parameters(), lr=0.01)
+
+        self.net, self.optimizer, self.exchange = attached("diloco", topology, adamw, period=2)
         self.train(1)
         self.kept = deepcopy((self.net.state_dict(), self.optimizer.state_dict()))
         self.state = deepcopy(self.exchange.state_dict())
         self.train(3)
 
     def train(self, upto: int) -> None:
-        while self.exchange.step < upto:
-            self.net.loss(self.exchange.step).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        train(self.optimizer, self.net.loss, self.exchange.step, upto)
 
     def put_back(self) -> None:
         self.net.load_state_dict(self.kept[0])
@@ -49,8 +45,7 @@ class Loop:
 
 
 @pytest.fixture
-def loop(monkeypatch: pytest.MonkeyPatch) -> Loop:
-    monkeypatch.delenv("ISLAND_COUNT", raising=False)
+def loop() -> Loop:
     return Loop()
 
 
@@ -148,24 +143,22 @@ def test_load_midway_refused_on_all_ranks(me: Any) -> None:
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     exchange = fsdp_demo.attach(optimizer, "diloco", model=net, period=2)
 
-    def step() -> None:
-        net(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def advance() -> None:
+        step(optimizer, net(torch.ones(2, 4)).sum())
 
-    step()
+    advance()
     with torch.no_grad():
         net(torch.ones(2, 4))  # leaves the root unsharded
     whole = dcp.StateDictOptions(full_state_dict=True)
     state = dcp.get_model_state_dict(net, options=whole)
     dcp.set_model_state_dict(net, state, options=whole)
-    step()
+    advance()
     state = {n: t.clone() for n, t in dcp.get_model_state_dict(net, options=whole).items()}
     state["weight"][0] += 1.0
     dcp.set_model_state_dict(net, state, options=whole)
     words = r"\(weight changed\)" if me.proc == 0 else "those of another rank"
     with pytest.raises(ValueError, match=words):
-        step()
+        advance()
     exchange.detach()
 
 

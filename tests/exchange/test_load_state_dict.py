@@ -5,7 +5,6 @@ follows is what followed the first time.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,19 +12,10 @@ import pytest
 import fsdp_demo
 from fsdp_demo.errors import Mismatch
 
-from ..support import threaded
 from ..support.inside import in_threads
 from ..support.small import RESUMED, Small, same
-from ..support.threaded import values
 
 SAVED, LAST = 5, 11
-
-
-@pytest.fixture
-def islands(run_ranks: Any) -> Callable[..., list[Any]]:
-    return lambda fn: run_ranks(
-        lambda me: values(threaded.islands(lambda i, topology: fn(topology))), 1, 1
-    )[0]
 
 
 def rolled_back(topology: Any, name: str) -> None:
@@ -53,41 +43,35 @@ def rolled_back(topology: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_load_state_dict_all_islands(islands: Any, name: str) -> None:
+@in_threads()
+def test_load_state_dict_all_islands(topology: Any, name: str) -> None:
     """All islands go back together to an earlier step, and the run repeats bit for bit."""
-    islands(lambda topology: rolled_back(topology, name))
+    rolled_back(topology, name)
 
 
 def test_load_state_dict_elastic(run_ranks: Any) -> None:
     """A run whose islands come and go can be taken back as well."""
     pytest.importorskip("zmq")
     for name in ("demo, in flight", "diloco, in flight"):
-        run_ranks(
-            lambda me, name=name: rolled_back(fsdp_demo.Topology.from_env(), name),
-            2,
-            1,
-        )
+        run_ranks(lambda me, name=name: rolled_back(fsdp_demo.Topology.from_env(), name), 2, 1)
 
 
-def test_load_state_dict_one_island_error(islands: Any) -> None:
+@in_threads()
+def test_load_state_dict_one_island_error(topology: Any) -> None:
     """An island that goes back alone gets an error at the next exchange, which says at which step
     the others are.
     """
-
-    def run(topology: Any) -> str:
-        small = Small(topology, RESUMED["full"])
-        small.train(SAVED)
-        state = small.save()[2]
-        small.train(SAVED + 3)
-        if topology.island == 1:
-            small.exchange.load_state_dict(state)
-        with pytest.raises(Mismatch) as error:
-            small.train(SAVED + 5)
-        small.exchange.detach()
-        return str(error.value)
-
-    for text in islands(run):
-        assert f"step {SAVED + 1}" in text and f"step {SAVED + 4}" in text, text
+    small = Small(topology, RESUMED["full"])
+    small.train(SAVED)
+    state = small.save()[2]
+    small.train(SAVED + 3)
+    if topology.island == 1:
+        small.exchange.load_state_dict(state)
+    with pytest.raises(Mismatch) as error:
+        small.train(SAVED + 5)
+    small.exchange.detach()
+    text = str(error.value)
+    assert f"step {SAVED + 1}" in text and f"step {SAVED + 4}" in text, text
 
 
 @in_threads()

@@ -21,6 +21,7 @@ from fsdp_demo.exchange.summary import odd_ends, total_steps
 from fsdp_demo.rendezvous import environment
 
 from ..support import threaded
+from ..support.two_layers import train
 
 ROOT, LOG = logging.getLogger(), logging.getLogger("fsdp_demo")
 
@@ -42,9 +43,8 @@ def silence() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One replica that nobody has asked for, in a process that has not said so yet."""
-    monkeypatch.delenv("ISLAND_COUNT", raising=False)
+def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has not yet said that it is one replica which nobody has asked for."""
     monkeypatch.setattr(environment, "_said", set())
 
 
@@ -53,10 +53,7 @@ def snippet(topology: fsdp_demo.Topology | None = None, steps: int = 20) -> fsdp
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-4)
     exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=10, topology=topology)
-    for _ in range(steps):
-        model(torch.randn(4, 8)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(optimizer, lambda t: model(torch.randn(4, 8)).square().mean(), steps)
     exchange.finish()
     return exchange
 
@@ -75,14 +72,12 @@ def test_log_script_without_logging(capfd) -> None:
         assert lines[0] == "[island0] preset diloco, one replica, nothing is sent, from step 0"
         assert lines[1] == "    delta every 10 (fp32, mean over replicas)"
         assert all(len(line) < 120 for line in lines)
-        assert lines[-1] == (
-            "[island0] finished at step 20: 2 exchanges, 0 B sent, 0.0 s waiting for the "
-            "link; one replica"
+        ended = (
+            "finished at step 20: 2 exchanges, 0 B sent, 0.0 s waiting for the link; one replica"
         )
-        assert (
-            repr(exchange)
-            == "<Exchange 'diloco', one replica, step 20, 0 B sent by this rank, finished>"
-        )
+        assert lines[-1] == f"[island0] {ended}"
+        shown = "'diloco', one replica, step 20, 0 B sent by this rank, finished"
+        assert repr(exchange) == f"<Exchange {shown}>"
         snippet()  # the handler and the warning come once per process
         assert len(LOG.handlers) == 1 and said(capfd) == lines
 
@@ -132,11 +127,9 @@ def test_log_finish_bytes_and_agreement(caplog) -> None:
         shown = threaded.values(threaded.islands(work))
     sent = shown[0][1]
     assert sent > 2 * 4 * 72  # twice all parameters
-    assert all(
-        text
-        == f"<Exchange 'diloco', island {i} of 2, step 20, {sent} B sent by this rank, finished>"
-        for i, (text, _) in enumerate(shown)
-    )
+    for i, (text, _) in enumerate(shown):
+        found = f"'diloco', island {i} of 2, step 20, {sent} B sent by this rank, finished"
+        assert text == f"<Exchange {found}>"
     ends = [m for m in caplog.messages if "finished" in m]
     assert len(ends) == 2 and all(
         f"2 exchanges, {sent} B sent" in m and "islands agree, bit for bit" in m for m in ends
@@ -168,29 +161,13 @@ def test_log_end_inside_round(config, steps, said) -> None:
 
 def test_log_end_inside_round_at_attach(caplog) -> None:
     """The warning of an end inside a round comes at attach where the steps are known."""
-    for agree, warned in (
-        ({"steps": 121}, 1),
-        ({"max_steps": 121}, 1),
-        ({"steps": 120}, 0),
-        ({"lr": 121}, 0),
-        (None, 0),
-    ):
+    cases = (({"steps": 121}, 1), ({"max_steps": 121}, 1), ({"steps": 120}, 0), ({"lr": 121}, 0))
+    for agree, warned in (*cases, (None, 0)):
         caplog.clear()
-        model = torch.nn.Linear(4, 4)
-        fsdp_demo.attach(
-            torch.optim.AdamW(model.parameters()),
-            "diloco",
-            model=model,
-            period=10,
-            must_match=agree,
-        ).detach()
+        attached("diloco", period=10, must_match=agree)[0].detach()
         assert sum("inside a round" in m for m in caplog.messages) == warned
-    assert (
-        total_steps({"must_match.steps": True})
-        is total_steps({"must_match.max_steps": -1})
-        is total_steps({})
-        is None
-    )
+    unknown = ({"must_match.steps": True}, {"must_match.max_steps": -1}, {})
+    assert [total_steps(facts) for facts in unknown] == [None] * 3
 
 
 def attached(preset: str, **changes: Any) -> Any:
@@ -258,9 +235,8 @@ def test_log_run_status_counts_islands() -> None:
     head, line = during_run.status_text(found).splitlines()
     assert head == "run a, attempt 0: members; epoch 0, 1 island"
     assert line == "  island 0: 1 message delivered, heard nobody"
-    two = during_run.status_text(
-        found | {"members": [member, member | {"slot": 1, "delivered": 2}]}
-    )
+    other = member | {"slot": 1, "delivered": 2}
+    two = during_run.status_text(found | {"members": [member, other]})
     assert "epoch 0, 2 islands" in two and "island 1: 2 messages delivered" in two
 
 

@@ -15,7 +15,6 @@ from torch import nn
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Topology, preset, presets
 from fsdp_demo.channels.channel import ChannelRunner
-from fsdp_demo.channels.codec import ChannelCodec
 from fsdp_demo.channels.state import Placement
 from fsdp_demo.compression import blocks, dense, formats, sparse, windows
 from fsdp_demo.elastic import chunks
@@ -57,24 +56,23 @@ CASES: dict[str, ExchangeConfig] = {
     "muloco, no codes": preset("muloco", period=2, value_dtype="fp32"),
     "released": preset("decoupled_momentum", rule="released", period=2),
     "released, averaged": preset("decoupled_momentum", rule="released", period=1, average_every=2),
-    "streaming_diloco, whole": preset(
-        "streaming_diloco", period=3, layers=0, delay=1, value_dtype="bf16"
-    ),
-}
+    "streaming_diloco, whole": preset("streaming_diloco", period=3, layers=0, delay=1,
+        value_dtype="bf16"),
+}  # fmt: skip
 # each way to travel: with positions, seeded, reduced, in few bits
 FOUR = ("demo", "random", "diloco", "streaming_diloco", "muloco")
 RUNS = [(name, 2) for name in CASES] + [
     pytest.param(name, 4, marks=() if name in FOUR else pytest.mark.slow) for name in presets()
 ]
-# the largest of four shards, everything one step late
-LATE = {
-    name: replace(
-        config,
-        channels=tuple(replace(c, schedule=replace(c.schedule, delay=1)) for c in config.channels),
-    )
-    for name, config in CASES.items()
-    if name in presets()
-}
+
+
+def one_step_late(config: ExchangeConfig) -> ExchangeConfig:
+    late = (replace(c, schedule=replace(c.schedule, delay=1)) for c in config.channels)
+    return replace(config, channels=tuple(late))
+
+
+# of the largest of four shards
+LATE = {name: one_step_late(config) for name, config in CASES.items() if name in presets()}
 
 
 def constants() -> None:
@@ -94,12 +92,9 @@ def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks and network pieces that are to the test's model what the real ones are to a real
     model.
     """
-    for module, name in ((blocks, "WINDOW"), (blocks, "CACHED"), (windows, "CODED")):
+    every = (blocks, "WINDOW"), (blocks, "CACHED"), (windows, "CODED"), (dense, "STEP")
+    for module, name in (*every, (collectives, "STRETCH"), (formats, "CHUNK"), (chunks, "LARGEST")):
         monkeypatch.setattr(module, name, max(getattr(module, name) // SCALE, 1))
-    monkeypatch.setattr(dense, "STEP", dense.STEP // SCALE)
-    monkeypatch.setattr(collectives, "STRETCH", collectives.STRETCH // SCALE)
-    monkeypatch.setattr(formats, "CHUNK", formats.CHUNK // SCALE)
-    monkeypatch.setattr(chunks, "LARGEST", chunks.LARGEST // SCALE)
 
 
 @functools.cache
@@ -181,12 +176,9 @@ def test_memory_reduced_vector_held_once(name: str, smaller: None) -> None:
     """A vector that is reduced is held once. The message itself is what these presets send, 4 bytes
     per element of each channel that is due; nothing of that size comes on top.
     """
+    sections = plan_model(CASES[name], TENSORS, 2)[0].sections
     sent = max(
-        sum(
-            _vectors(s)
-            for s in plan_model(CASES[name], TENSORS, 2)[0].sections
-            if s.channel.schedule.due(step)
-        )
+        sum(4 * n for s in sections if s.channel.schedule.due(step) for n, _ in s.spans)
         for step in range(steps_of(CASES[name]))
     )
     assert sent <= measured(name, 2).device_workspace <= sent + allowed(TENSORS, SCALE)
@@ -200,34 +192,25 @@ def test_memory_vector_kept(name: str, smaller: None) -> None:
     assert max(found.device_workspace, found.host_workspace) <= allowed(TENSORS, SCALE)
 
 
-def _vectors(section: ChannelCodec) -> int:
-    return sum(4 * n for n, _ in section.spans)
-
-
 @pytest.mark.parametrize("name", presets())
 def test_memory_plan_edges_and_small_tensors(name: str, smaller: None) -> None:
     """Padded blocks and whole tensors are counted as they are laid out."""
     config = CASES[name]
-    planned, found = (
-        plan_memory(config, ODD, 2, staged=False),
-        measure(config, ODD, 2, steps_of(config)),
-    )
+    planned = plan_memory(config, ODD, 2, staged=False)
+    found = measure(config, ODD, 2, steps_of(config))
     assert (found.device_state, found.host_state) == (planned.device_state, planned.host_state)
 
 
 def test_memory_plan_two_islands_of_two_ranks(run_ranks: Any) -> None:
     """The planned memory holds with real peers and FSDP2 shards instead of an echo."""
-    config, tensors = (
-        preset("decoupled_momentum", period=1, **{"applier.momentum": 0.9}),
-        small(64, 2, 100),
-    )
+    config = preset("decoupled_momentum", period=1, **{"applier.momentum": 0.9})
+    tensors = small(64, 2, 100)
 
     def run(me: Any) -> tuple[int, int]:
         from torch.distributed.fsdp import fully_shard
 
-        model = nn.ParameterDict(
-            {n.replace(".", "_"): nn.Parameter(torch.randn(shape)) for n, shape in tensors}
-        )
+        params = {n.replace(".", "_"): nn.Parameter(torch.randn(shape)) for n, shape in tensors}
+        model = nn.ParameterDict(params)
         fully_shard(model, mesh=me.mesh())
         named = list(model.named_parameters())
         optimizer = fsdp_demo.base_optimizer(config, named)
@@ -269,9 +252,8 @@ def test_memory_offload_outer_state(name: str, monkeypatch: pytest.MonkeyPatch) 
         named = [(n, nn.Parameter(torch.zeros(shape))) for n, shape in TENSORS]
         optimizer = fsdp_demo.base_optimizer(config, named, lr=1e-3)
         materialise(optimizer)
-        active = ChannelRunner(
-            section.channel, Placement(TorchHost([optimizer]), islands=2, home="meta")
-        )
+        place = Placement(TorchHost([optimizer]), islands=2, home="meta")
+        active = ChannelRunner(section.channel, place)
         active.start()
         assert len(active.covered) == section.layout.num_tensors
         for work in (active.accumulator, active.anchor, active.momentum):
@@ -329,40 +311,18 @@ def test_memory_plan_llama_bytes_per_parameter() -> None:
     of a Llama among four islands: on the device, and on the host with `offload_outer_state`.
     """
     llama = load("llama-3.2-1b")
-    device, host = (
-        {
-            name: round(plan_memory(config(name), llama, 4, 8).per_parameter(place), 2)
-            for name in presets()
-        }
-        for config, place in (
-            (preset, "device_state"),
-            (lambda n: replace(preset(n), offload_outer_state=True), "host_state"),
-        )
-    )
-    none, outer = (
-        dict.fromkeys(("full", "local_sgd", "local_adam", "desloc"), 0.0),
-        {"diloco": 8.0, "streaming_diloco": 8.0},
-    )
-    sparse = {"demo": 4.0, "random": 4.25, "stride": 4.0}
-    assert device == {
-        **none,
-        **outer,
-        **sparse,
-        "decoupled_momentum": 8.0,
-        "sparse_loco": 8.0,
-        "sign_loco": 8.0,
-        "muloco": 12.0,
-        "sign_muloco": 12.0,
-    }
-    assert host == {
-        **none,
-        **outer,
-        "demo": 0.0,
-        "random": 0.0,
-        "stride": 0.0,
-        "decoupled_momentum": 4.0,
-        "sparse_loco": 4.0,
-        "sign_loco": 8.0,
-        "muloco": 8.0,
-        "sign_muloco": 8.0,
-    }
+
+    def planned(place: str, **changes: Any) -> dict[str, float]:
+        plans = {n: plan_memory(replace(preset(n), **changes), llama, 4, 8) for n in presets()}
+        return {n: round(p.per_parameter(place), 2) for n, p in plans.items()}
+
+    none = dict.fromkeys(("full", "local_sgd", "local_adam", "desloc"), 0.0)
+    both = {**none, "diloco": 8.0, "streaming_diloco": 8.0, "sign_loco": 8.0}
+    assert planned("device_state") == {
+        **both, "demo": 4.0, "random": 4.25, "stride": 4.0, "decoupled_momentum": 8.0,
+        "sparse_loco": 8.0, "muloco": 12.0, "sign_muloco": 12.0,
+    }  # fmt: skip
+    assert planned("host_state", offload_outer_state=True) == {
+        **both, "demo": 0.0, "random": 0.0, "stride": 0.0, "decoupled_momentum": 4.0,
+        "sparse_loco": 4.0, "muloco": 8.0, "sign_muloco": 8.0,
+    }  # fmt: skip

@@ -18,9 +18,7 @@ INDEXED = Codec("none", "topk", 4, value_dtype="int8")
 SEEDED = Codec("none", "random", 4, value_dtype="bf16")
 
 
-def section(
-    name, tensors: int, codec: Codec, source: str = "gradient", size: int = 3
-) -> ChannelCodec:
+def section(name, tensors: int, codec: Codec, source="gradient", size=3) -> ChannelCodec:
     """Of a channel over a matrix of two blocks and small tensors."""
     layout = Layout([(64, 128), *[(3,)] * (tensors - 1)], ["plain", *["dense"] * (tensors - 1)])
     accumulator = None if codec.select == "dense" else Accumulator()
@@ -52,12 +50,8 @@ def test_message_channels_in_order() -> None:
 
     def part(s: ChannelCodec, r: int) -> ChannelPayload:
         flags = present[s.channel.name] if r == 1 else [False] * s.layout.num_tensors
-        return ChannelPayload(
-            0,
-            bodies[s.channel.name][r] if s.gathered else None,
-            [torch.zeros(n) for n, _ in s.spans],
-            present=flags,
-        )
+        body = bodies[s.channel.name][r] if s.gathered else None
+        return ChannelPayload(0, body, [torch.zeros(n) for n, _ in s.spans], present=flags)
 
     packed = [message.pack({s.channel.name: part(s, r) for s in reversed(made)}) for r in range(3)]
     assert packed[1][0].tolist() == [0b11100101, 0b00001111]  # 3 + 2 + 7 + 1 bits, the lowest first
@@ -71,31 +65,19 @@ def test_message_channels_in_order() -> None:
     for s in made:
         name, found = s.channel.name, message.split(s.channel.name, arrived)
         assert found.present == present[name] and found.weights == [1.0] * 3, name
-        assert [b.tolist() for b in found.bodies] == (
-            [b.tolist() for b in bodies[name]] if s.gathered else []
-        ), name
-    assert [[int(m[0]) for m in message.split(n, arrived).means] for n in "abcd"] == [
-        [],
-        [0, 1],
-        [2],
-        [],
-    ]
+        gathered = [b.tolist() for b in bodies[name]] if s.gathered else []
+        assert [b.tolist() for b in found.bodies] == gathered, name
+    found = [[int(m[0]) for m in message.split(n, arrived).means] for n in "abcd"]
+    assert found == [[], [0, 1], [2], []]
 
 
 def test_message_after_step_no_presence_bits() -> None:
     """A message after the step has no presence bits."""
-    message = MessageLayout(
-        [section("a", 9, INDEXED, "delta"), section("b", 2, Codec(), "parameter")]
-    )
+    sections = [section("a", 9, INDEXED, "delta"), section("b", 2, Codec(), "parameter")]
+    message = MessageLayout(sections)
     assert not message.before_step and message.body_bytes == message.sections["a"].num_bytes
-    found = message.split(
-        "b",
-        ReceivedMessage(
-            [Header(0, 0)] * 3,
-            [torch.zeros(message.body_bytes, dtype=torch.uint8)] * 3,
-            [torch.ones(8198)],
-        ),
-    )
+    bodies = [torch.zeros(message.body_bytes, dtype=torch.uint8)] * 3
+    found = message.split("b", ReceivedMessage([Header(0, 0)] * 3, bodies, [torch.ones(8198)]))
     assert found.present is None and found.bodies == [] and found.means[0].numel() == 8198
     nothing = MessageLayout([])
     assert (nothing.body_bytes, nothing.num_bytes, nothing.vectors) == (0, HEADER.size, [])
@@ -105,23 +87,16 @@ def test_message_leg_headers() -> None:
     """Each leg of a message has a header of its own."""
     message = MessageLayout([section("a", 2, INDEXED), section("b", 2, SEEDED)])
     there, back = legs(message.vectors, 3)
-    assert message.legs(3) == tuple(
-        [HEADER.size + dense.total_bytes(part) for part in leg] for leg in (there, back)
-    )
+    expected = [[HEADER.size + dense.total_bytes(part) for part in leg] for leg in (there, back)]
+    assert message.legs(3) == tuple(expected)
 
 
 def test_message_zeros_blank() -> None:
     """A message of zeros is blank."""
-    message = MessageLayout(
-        [
-            section("a", 1, INDEXED, "delta"),
-            section("b", 2, Codec(), "delta"),
-            section("c", 2, INDEXED, "delta"),
-        ]
-    )
-    empty = [
-        torch.zeros(s.num_bytes, dtype=torch.uint8) for s in message.sections.values() if s.gathered
-    ]
+    kinds = {"a": (1, INDEXED), "b": (2, Codec()), "c": (2, INDEXED)}
+    message = MessageLayout([section(n, *kind, "delta") for n, kind in kinds.items()])
+    gathered = [s for s in message.sections.values() if s.gathered]
+    empty = [torch.zeros(s.num_bytes, dtype=torch.uint8) for s in gathered]
     assert len(empty) == 2 and message.blank(empty)
     empty[1][0] = 1  # a scale
     assert not message.blank(empty)

@@ -26,6 +26,7 @@ from ..support.cases import named
 from ..support.inside import in_ranks
 
 STEPS = 12
+FACTS: dict[str, Any] = {"must_match": {"steps": 100}}
 SEEDED = threading.Lock()  # islands are threads here, and share torch's generator
 
 
@@ -75,9 +76,7 @@ def recorded(config, steps=STEPS, brings=None, made=made):
     def island(i: int, topology: Any) -> Any:
         with SEEDED:
             model, optimizer, schedule = made(config, i)
-        exchange = fsdp_demo.attach(
-            optimizer, config, model=model, topology=topology, must_match={"steps": 100}
-        )
+        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology, **FACTS)
         record = joining.Record(exchange, brings) if i == 0 else None
         stands = [joining.stand(exchange._runtime)]
         for t in range(steps):
@@ -92,20 +91,15 @@ def recorded(config, steps=STEPS, brings=None, made=made):
     return threaded.values(threaded.islands(island))[0]
 
 
-def attached(config: Any, model: Any, optimizer: Any, fed: joining.Fed, **place: Any) -> Any:
+def attached(config: Any, model: Any, optimizer: Any, fed: Any, **place: Any) -> Any:
     """The exchange of a newcomer that is fed from a record."""
-    return fsdp_demo.attach(
-        optimizer,
-        config,
-        model=model,
-        topology=joining.topology(fed, **place),
-        must_match={"steps": 100},
-    )
+    where = joining.topology(fed, **place)
+    return fsdp_demo.attach(optimizer, config, model=model, topology=where, **FACTS)
 
 
 def trains(me: Any, config: Any, model: Any, optimizer: Any, schedule: Any) -> Any:
     """Eight steps of an island: the exchange, its record, and where it stood after each step."""
-    exchange = fsdp_demo.attach(optimizer, config, model=model)
+    exchange = fsdp_demo.attach(optimizer, config, model=model, **FACTS)
     record, truth = joining.Record(exchange), [joining.stand(exchange._runtime)]
     for t in range(8):
         step(model, optimizer, t, me.island)
@@ -115,22 +109,28 @@ def trains(me: Any, config: Any, model: Any, optimizer: Any, schedule: Any) -> A
     return exchange, record, truth
 
 
-def joins(config, record, at, until=None, made=made) -> tuple[list[dict[str, Any]], Any, Net]:
+def joins(config, record, at, until=None, made=made, waits=1, **place) -> tuple[list, Any, Net]:
     """A newcomer joins at step `at`: where it stood after each step that it has made up for, its
-    exchange and its model.
+    exchange and its model. waits: how often it is told that there is no snapshot yet.
     """
     stands: list[dict[str, Any]] = []
     patch = joining.watched(lambda runtime: stands.append(joining.stand(runtime)))
     try:
         model, optimizer, _ = made(config, 7)
         fed = joining.Fed(record, at, until)
-        exchange = attached(config, model, optimizer, fed)
+        fed.waits = waits
+        exchange = attached(config, model, optimizer, fed, **place)
     finally:
         patch.undo()
     assert exchange.newcomer
     assert fed.goes_on == exchange.step
     assert fed.asked == [p.numel() for p in fed.parts[1:]]
     return stands, exchange, model
+
+
+def world(me: Any) -> dict[str, Any]:
+    """The place of a newcomer that has the ranks of its island."""
+    return {"rank": me.proc, "world": me.procs, "group": torch.distributed.group.WORLD}
 
 
 CASES = {
@@ -158,16 +158,15 @@ CASES = {
     "streaming_diloco": preset("streaming_diloco", period=4, layers=1, delay=2),
     "streaming-queue": preset("streaming_diloco", period=3, layers=1, delay=4, value_dtype="fp32"),
     "decoupled_momentum": preset("decoupled_momentum", period=2),
-    "consensus-late": preset(
-        "decoupled_momentum", period=3, **{"schedule.delay": 2, "applier.mix": 0.5}
-    ),
+    "consensus-late": preset("decoupled_momentum", period=3,
+        **{"schedule.delay": 2, "applier.mix": 0.5}),
     "released": preset("decoupled_momentum", rule="released", period=2, average_every=2),
     "sparse_loco": preset("sparse_loco", period=2),
     "sign_loco": preset("sign_loco", beta=0.6, period=2, momentum_warmup=3),
     "sign_loco-switch": preset("sign_loco", period=2, switch=5),
     "muloco": preset("muloco", period=3),
     "muloco-queue": preset("muloco", period=2, value_dtype="int4", **{"schedule.delay": 3}),
-}
+}  # fmt: skip
 
 
 def compare(config: Any, now: dict[str, Any], then: dict[str, Any]) -> None:
@@ -220,7 +219,7 @@ def test_newcomer_fsdp2_shards(me: Any, name: str) -> None:
     """A newcomer may be sharded. FSDP2 over two ranks; each follows its own line."""
     from torch.distributed.fsdp import fully_shard
 
-    def sharded(seed: int) -> Any:
+    def sharded(config: Any, seed: int) -> Any:
         model = Net(seed)
         for layer in [*model.layers, model]:
             fully_shard(layer, mesh=me.mesh())
@@ -228,18 +227,11 @@ def test_newcomer_fsdp2_shards(me: Any, name: str) -> None:
         return model, optimizer, rates(optimizer)
 
     config = CASES[name]
-    exchange, record, truth = trains(me, config, *sharded(me.island))
+    exchange, record, truth = trains(me, config, *sharded(config, me.island))
     exchange.detach()
     for at in (1, 4, 7) if me.island == 0 else ():
-        stands: list[dict[str, Any]] = []
-        patch = joining.watched(lambda runtime: stands.append(joining.stand(runtime)))  # noqa: B023
-        model, optimizer, _ = sharded(7)
-        fed = joining.Fed(record, at)
-        fed.waits = me.proc  # its snapshot comes later than that of the other rank
-        place = {"rank": me.proc, "world": me.procs, "group": torch.distributed.group.WORLD}
-        where = joining.topology(fed, **place)
-        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=where)
-        patch.undo()
+        # the snapshot of rank 1 comes later than that of the other rank
+        stands, exchange, model = joins(config, record, at, None, sharded, me.proc, **world(me))
         assert exchange.step == 8 and len(stands) == 8 - at
         for now in stands:
             compare(config, now, truth[now["step"]])
@@ -266,9 +258,8 @@ def test_newcomer_copies_of_a_shard(run_ranks, name: str, procs: list[int]) -> N
             return None
         model, optimizer, _ = made(config, 7)
         fed = joining.Fed(record, 3) if me.proc < active_copies else None
-        place = {"rank": me.proc, "world": me.procs, "group": torch.distributed.group.WORLD}
-        where = joining.topology(fed, active_copies=active_copies, **place)
-        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=where)
+        place = {"active_copies": active_copies, **world(me)}
+        exchange = attached(config, model, optimizer, fed, **place)
         now = joining.stand(exchange._runtime)
         compare(config, now, truth[8])
         buffers = [b.clone() for b in model.buffers()]
@@ -448,15 +439,13 @@ def test_newcomer_ignores_own_state() -> None:
     config = preset("diloco", period=3)
     record, truth = recorded(config, 6)
     model, optimizer, _ = made(config, 7)
-    state = fsdp_demo.attach(
-        optimizer, config, model=model, topology=fsdp_demo.Topology()
-    ).state_dict()
+    own = fsdp_demo.attach(optimizer, config, model=model, topology=fsdp_demo.Topology())
+    state = own.state_dict()
     model, optimizer, _ = made(config, 7)
     # the Trainer's step, where it starts anew
     where, facts = joining.topology(joining.Fed(record, 4)), {"steps": 100, "at": 2}
-    exchange = fsdp_demo.attach(
-        optimizer, config, model=model, topology=where, state=state, step=2, must_match=facts
-    )
+    given = {"topology": where, "state": state, "step": 2, "must_match": facts}
+    exchange = fsdp_demo.attach(optimizer, config, model=model, **given)
     compare(config, joining.stand(exchange._runtime), truth[6])
     assert exchange.across_islands._step() == 6
     exchange.detach()
@@ -473,9 +462,8 @@ def test_newcomer_known_tensors_not_sent() -> None:
             layer.requires_grad_(False).eval()  # running statistics stay as they are
         torch.manual_seed(seed)
         nn.init.normal_(model.head.weight)
-        optimizer = base_optimizer(
-            config, [p for p in model.named_parameters() if p[1].requires_grad], lr=0.01
-        )
+        trained = [p for p in model.named_parameters() if p[1].requires_grad]
+        optimizer = base_optimizer(config, trained, lr=0.01)
         return model, optimizer, rates(optimizer)
 
     whole, _ = recorded(config, 3, made=lora)
@@ -514,11 +502,9 @@ def test_newcomer_keeps_own_moments(name: str) -> None:
         model, optimizer, schedule = made(config, seed)
         for p in model.parameters() if seed == 7 else ():
             if p.requires_grad:
-                optimizer.state[p] = {
-                    "step": torch.tensor(3.0),
-                    "exp_avg": torch.full_like(p, 2.0),
-                    "exp_avg_sq": torch.full_like(p, 4.0),
-                }
+                moments = {"exp_avg": 2.0, "exp_avg_sq": 4.0}
+                kept = {n: torch.full_like(p, v) for n, v in moments.items()}
+                optimizer.state[p] = {"step": torch.tensor(3.0), **kept}
         return model, optimizer, schedule
 
     record, truth = recorded(config, 6, made=loaded)
@@ -602,10 +588,8 @@ def test_newcomer_first_weights(name: str) -> None:
         step(model, optimizer, t, 5)
     exchange.flush()
     assert line.said[replayed:] == expected, line.said
-    assert all(
-        weight == (expected[0][1] if expected[0][1] < 0 else line.said[0][1])
-        for _, weight in line.said[:replayed]
-    )
+    before = expected[0][1] if expected[0][1] < 0 else line.said[0][1]
+    assert all(weight == before for _, weight in line.said[:replayed])
     exchange.detach()
 
 

@@ -14,41 +14,35 @@ import torch
 import fsdp_demo
 from fsdp_demo.rendezvous import sibling_watch
 
+from ..support.heard import heard
 from ..support.inside import in_ranks
+from ..support.two_layers import train
 
 
-class Heard(logging.Handler):
-    """The warnings of this rank."""
+def wait_for(lines: list[str], text: str) -> None:
+    end = time.monotonic() + 60
+    while not any(text in line for line in lines):
+        assert time.monotonic() < end, lines
+        time.sleep(0.05)
 
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-        logging.getLogger("fsdp_demo").addHandler(self)
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def wait_for(self, text: str) -> None:
-        end = time.monotonic() + 60
-        while not any(text in line for line in self.lines):
-            assert time.monotonic() < end, self.lines
-            time.sleep(0.05)
+def patient(patience: float, beat: float) -> None:
+    """How soon this rank wonders where the others are."""
+    pytest.MonkeyPatch().setattr(sibling_watch, "PATIENCE", patience)
+    pytest.MonkeyPatch().setattr(sibling_watch, "BEAT", beat)
 
 
 def alone(me: Any) -> list[str]:
-    patch = pytest.MonkeyPatch()
-    patch.setattr(sibling_watch, "PATIENCE", 0.5)
-    patch.setattr(sibling_watch, "BEAT", 0.1)
-    heard, model = Heard(), torch.nn.Linear(4, 4)
+    patient(0.5, 0.1)
+    lines, model = heard(), torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=2)
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
+    train(optimizer, lambda t: model(torch.ones(1, 4)).sum(), 1)
     if me.rank == 1:  # here it would hang for ever
-        heard.wait_for("totals()")
+        wait_for(lines, "totals()")
     exchange.totals()
     exchange.finish()
-    return [line for line in heard.lines if "totals()" in line]
+    return [line for line in lines if "totals()" in line]
 
 
 def test_one_rank_call_named_on_every_rank(run_ranks: Any) -> None:
@@ -57,14 +51,11 @@ def test_one_rank_call_named_on_every_rank(run_ranks: Any) -> None:
     """
     first, second = run_ranks(alone, 1, 2)
     both = "Rank 0 has waited"
-    calls = (
-        "s in totals(), after step 1; rank 1 is in no call of the exchange, after step 1. All ranks"
-    )
+    out = "in no call of the exchange, after step 1."
+    calls = f"s in totals(), after step 1; rank 1 is {out} All ranks"
     assert len(first) == len(second) == 1, (first, second)
     assert first[0].startswith(f"rank 0 of island0 is in totals(), after step 1. {both}")
-    assert second[0].startswith(
-        f"rank 1 of island0 is in no call of the exchange, after step 1. {both}"
-    )
+    assert second[0].startswith(f"rank 1 of island0 is {out[:-1]}. {both}")
     assert calls in first[0] and calls in second[0]
     assert first[0].endswith("(docs/troubleshooting.md#one-rank-calls)")
 
@@ -72,16 +63,14 @@ def test_one_rank_call_named_on_every_rank(run_ranks: Any) -> None:
 @in_ranks(1)
 def test_one_rank_call_silent_when_common(me: Any) -> None:
     """A call that all ranks make logs nothing."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(sibling_watch, "PATIENCE", 0.3)
-    patch.setattr(sibling_watch, "BEAT", 0.05)
+    patient(0.3, 0.05)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
-    exchange, heard = fsdp_demo.attach(optimizer, "diloco", model=model), Heard()
+    exchange, lines = fsdp_demo.attach(optimizer, "diloco", model=model), heard()
     with exchange.outer_parameters(model):
         time.sleep(1.0)
     exchange.finish()
-    assert heard.lines == []
+    assert lines == []
 
 
 # ---- ranks that can never meet -----------------------------------------------------------------
@@ -109,8 +98,7 @@ def test_place_parted(one: Any, other: Any, parted: bool) -> None:
 def uneven(me: Any, how: str) -> None:
     """Rank 0 takes a step, makes a call or spends time that rank 1 does not."""
     logging.basicConfig(level=logging.INFO, force=True)
-    patch = pytest.MonkeyPatch()
-    patch.setattr(sibling_watch, "BEAT", 0.3)
+    patient(sibling_watch.PATIENCE, 0.3)
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -118,9 +106,7 @@ def uneven(me: Any, how: str) -> None:
     for step in range(4 if how == "batches" and me.rank == 0 else 3):
         if how == "call" and me.rank == 0 and step == 2:
             exchange.totals()
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train(optimizer, lambda t: model(torch.ones(1, 4)).sum(), 1)
     if how == "time" and me.rank == 0:
         time.sleep(5)
     exchange.finish()

@@ -16,7 +16,7 @@ from fsdp_demo import ExchangeConfig, Mismatch, Topology, preset
 
 from ..support import threaded
 from ..support.inside import in_ranks
-from ..support.small import Small
+from ..support.small import Small, same
 from ..support.threaded import values
 
 CONFIGS = {
@@ -72,52 +72,81 @@ def test_out_of_step_early_finish(name: str) -> None:
         assert "request_stop(together=True)" in text
 
 
-@pytest.mark.parametrize("name", ["local_sgd", "released"])
+def evaluates(small: Small) -> None:
+    with small.exchange.outer_parameters(torch.nn.Linear(1, 1)):
+        pass
+
+
+def asks(small: Small) -> None:
+    small.exchange.across_islands.all_equal("eval")
+
+
+def compares(small: Small) -> None:
+    small.exchange.digests_equal()
+
+
+def trains(small: Small) -> None:
+    pass
+
+
+DIGEST = "a digest of parameters"
+
+
+def behind(step: int) -> tuple[str, str]:
+    """What the errors say where island 1 stands at step 4, and island 0 at this one."""
+    one = f"island 1 (island1) is at step 4, we are at step {step}"
+    return one, f"island 0 (island0) is at step {step}, we are at step 4"
+
+
+# what the islands do at step 4, before they train on
+CALLS = [
+    ("local_sgd", trains, evaluates, *behind(6)),
+    ("released", trains, evaluates, *behind(6)),
+    ("diloco", trains, compares, *behind(6)),
+    ("demo", trains, compares, *behind(5)),
+    ("full", trains, compares, *behind(5)),
+    ("diloco", asks, compares, f"{DIGEST} came from there, a question was expected",
+        f"a question came from there, {DIGEST} was expected"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "here", "there", "said", "said_there"), CALLS)
 @in_ranks(1, 1)
-def test_out_of_step_lone_evaluation(name: str) -> None:
-    """An evaluation of one island alone causes an error on both sides."""
+def test_out_of_step_unlike_calls(name: str, here, there, said: str, said_there: str) -> None:
+    """A call of one island alone, or unlike calls at one step, cause an error on both sides that
+    says what the other one does.
+    """
 
     def acts(i: int, small: Small) -> None:
         small.train(4)
-        if i:
-            with small.exchange.outer_parameters(torch.nn.Linear(1, 1)):
-                pass
-        small.train(6)
+        (there if i else here)(small)
+        small.train(8)
 
-    trains, evaluates = both(CONFIGS[name], acts)
-    assert "island 1 (island1) is at step 4, we are at step 6" in trains
-    assert "island 0 (island0) is at step 6, we are at step 4" in evaluates
+    one, two = both(CONFIGS[name], acts)
+    assert said in one and said_there in two, (one, two)
 
 
+@pytest.mark.parametrize(
+    ("name", "steps"), [("demo", (4, 5)), ("full", (4, 5)), ("diloco", (4, 6))]
+)
 @in_ranks(1, 1)
-def test_out_of_step_unlike_calls() -> None:
-    """Unlike calls at one step cause an error on both sides that names both calls."""
-
-    def acts(i: int, small: Small) -> None:
-        small.train(4)
-        if i:
-            small.exchange.digests_equal()
-        else:
-            small.exchange.across_islands.all_equal("eval")
-
-    asked, compared = both(CONFIGS["diloco"], acts)
-    assert "a digest of parameters came from there, a question was expected" in asked
-    assert "a question came from there, a digest of parameters was expected" in compared
-
-
-@in_ranks(1, 1)
-def test_out_of_step_dropped_step() -> None:
-    """A step that one loop drops causes an error that names `skip()`."""
+def test_out_of_step_dropped_step(name: str, steps: tuple[int, int]) -> None:
+    """A step that one loop drops causes an error that names `skip()`; gradients that are exchanged
+    move no parameter.
+    """
 
     def acts(i: int, small: Small) -> None:
         small.train(3)
         small.exchange._runtime.go_to(small.exchange.step + i)
-        small.train(8)
+        before = small.save()[0]
+        try:
+            small.train(8)
+        finally:
+            assert name == "diloco" or same(before, small.save()[0])
 
-    here, there = both(CONFIGS["demo"], acts)
-    assert "island 1 (island1) is at step 5, we are at step 4" in here
-    assert "skip()" in here
-    assert "skip()" in there
+    here, there = both(CONFIGS[name], acts)
+    assert f"island 1 (island1) is at step {steps[1]}, we are at step {steps[0]}" in here
+    assert "skip()" in here and "skip()" in there
 
 
 def test_out_of_step_guard_exits_78(run_ranks: Callable[..., Any]) -> None:

@@ -5,6 +5,7 @@ Their mathematics is tested against the oracle of `sign_loco`
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ from fsdp_demo.exchange import summary
 from fsdp_demo.exchange.plan import plan_memory
 from fsdp_demo.tools.inspect import settings
 
+from ..support import two_layers
 from ..support.inside import in_ranks, in_threads
 from ..support.threaded import islands, values
 
@@ -35,11 +37,8 @@ def test_phase_begin_share_of_run() -> None:
     assert config.fixed(None).at(10**6) == preset("sign_loco", switch=0.0)
     assert fixed.at(249) == preset("sign_loco", switch=0.0)
     late = fixed.at(250).channels[0]
-    assert (late.accumulator.beta, late.feedback, late.reducer.mean_over) == (
-        1.0,
-        "subtract",
-        "replicas",
-    )
+    parts = (late.accumulator.beta, late.feedback, late.reducer.mean_over)
+    assert parts == (1.0, "subtract", "replicas")
     assert (late.applier.lr, late.applier.momentum, late.codec.topk) == (1.5, 0.0, 90)
 
 
@@ -58,11 +57,9 @@ def test_phase_begin_share_of_run() -> None:
 def test_phase_settings_refused(later: list[dict[str, Any]], said: str) -> None:
     """Phases that cannot work are refused."""
     data = preset("sign_loco").to_dict()
-    for phase in later:
-        own = data["channels"][0]
-        data["channels"][0]["later"] += [
-            {"codec": own["codec"], "applier": own["applier"], **phase}
-        ]
+    own = data["channels"][0]
+    form = {"codec": own["codec"], "applier": own["applier"]}
+    own["later"] += [{**form, **phase} for phase in later]
     with pytest.raises(ValueError, match=said):
         ExchangeConfig.from_dict(data)
 
@@ -143,38 +140,53 @@ def test_phase_settings_shown() -> None:
     assert settings(preset("sign_loco", switch=0)) == {"delta.later": []}
 
 
-def test_phase_late_topk_refused() -> None:
-    """0 is no number of values."""
-    with pytest.raises(ValueError, match="topk=0 is out of range"):
-        preset("sign_loco", late_topk=0)
+def other_phases(switch: float, change: Callable[[list[Any]], Any], **changes: Any) -> Any:
+    """The preset with a change of its list of phases."""
+    data = preset("sign_loco", switch=switch, **changes).to_dict()
+    change(data["channels"][0]["later"])
+    return ExchangeConfig.from_dict(data)
 
 
-def test_phase_without_accumulator_refused() -> None:
-    """A later phase that drops the accumulator is refused."""
-    data = preset("sign_loco", beta=0.6, switch=10).to_dict()
-    data["channels"][0]["later"][0] |= {"accumulator": None, "feedback": "none"}
-    with pytest.raises(ValueError, match="what is in it would be lost"):
-        ExchangeConfig.from_dict(data)
+def without_accumulator(later: list[Any]) -> None:
+    later[0] |= {"accumulator": None, "feedback": "none"}
+
+
+def one_more(later: list[Any]) -> None:
+    later.append({**later[0], "begin": 20})
+
+
+@pytest.mark.parametrize(("make", "said"), [
+    (lambda: preset("sign_loco", late_topk=0), "topk=0 is out of range"),
+    (lambda: other_phases(10, without_accumulator, beta=0.6), "what is in it would be lost"),
+    (lambda: preset("sign_loco", switch=0.25).begun_as(other_phases(10, one_more)),
+        "2 phases, here it has 1"),
+])  # fmt: skip
+def test_phase_change_refused(make: Callable[[], Any], said: str) -> None:
+    """No values, a phase without the accumulator of the one before, and another number of phases
+    than at the first start are refused.
+    """
+    with pytest.raises(ValueError, match=said):
+        make()
 
 
 def train(exchange: Any, model: torch.nn.Module, optimizer: Any, island: int, until: int) -> None:
-    while exchange.step < until:
-        x = torch.full((2, 64), float(island + 1) + exchange.step)
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def loss(t: int) -> torch.Tensor:
+        return model(torch.full((2, 64), float(island + 1) + t)).square().mean()
+
+    two_layers.train(optimizer, loss, exchange.step, until)
 
 
-def begun(topology: Any, steps: int | None, state: Any = None, **changes: Any) -> Any:
+def begun(topology: Any, steps: Any, state: Any = None, weights: Any = None, **changes: Any) -> Any:
+    """A run of so many steps; it may go on from an exchange's state, and with weights."""
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 128)
+    if weights is not None:
+        model.load_state_dict(weights)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     config = preset("sign_loco", switch=0.5, period=2, inner_optimizers="as_is", **changes)
     facts = {} if steps is None else {"steps": steps}
-    exchange = fsdp_demo.attach(
-        optimizer, config, model=model, topology=topology, must_match=facts, state=state
-    )
-    return exchange, model, optimizer
+    given = {"topology": topology, "must_match": facts, "state": state}
+    return fsdp_demo.attach(optimizer, config, model=model, **given), model, optimizer
 
 
 @in_ranks(1, 1)
@@ -239,7 +251,7 @@ def test_phase_engine_loads_after_attach() -> None:
     exchange.detach()
 
 
-def test_phase_unknown_number_of_steps(run_ranks: Any, caplog: Any) -> None:
+def test_phase_unknown_number_of_steps(caplog: Any) -> None:
     """Without the number of steps the first phase stays, also after a resume."""
     exchange, *_ = begun(None, steps=None)
     assert exchange.config.begins == [0]
@@ -263,28 +275,6 @@ def test_phase_shares_and_steps_begin_as_before() -> None:
         assert config.begun_as(config.fixed(steps)).begins == begins
     data["channels"][0]["later"][1]["begin"] = 800
     assert ExchangeConfig.from_dict(data).begun_as(config.fixed(1000)).begins == [0, 250, 800]
-
-
-def test_phase_count_changed_refused() -> None:
-    """Another number of phases than at the first start is refused."""
-    data = preset("sign_loco", switch=10).to_dict()
-    phases = data["channels"][0]["later"]
-    data["channels"][0]["later"] = [*phases, {**phases[0], "begin": 20}]
-    with pytest.raises(ValueError, match="2 phases, here it has 1"):
-        preset("sign_loco", switch=0.25).begun_as(ExchangeConfig.from_dict(data))
-
-
-def resumed(topology: Any, state: Any, weights: Any, **changes: Any) -> Any:
-    """A run of 8 steps with its weights and the exchange's state of before."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(64, 128)
-    model.load_state_dict(weights)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    config = preset("sign_loco", switch=0.5, period=2, inner_optimizers="as_is", **changes)
-    exchange = fsdp_demo.attach(
-        optimizer, config, model=model, topology=topology, must_match={"steps": 8}, state=state
-    )
-    return exchange, model, optimizer
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.6])
@@ -319,7 +309,7 @@ def test_phase_resume_on_both_sides_of_switch(me: Any) -> None:
     kept = values(islands(first))
 
     def second(island: int, topology: Any) -> Any:
-        exchange, model, optimizer = resumed(topology, *kept[island])
+        exchange, model, optimizer = begun(topology, 8, *kept[island])
         found = exchange.step, exchange.channels[0].channel.applier.lr
         train(exchange, model, optimizer, island, 10)
         exchange.finish()
@@ -345,14 +335,12 @@ def test_phase_loss_at_switch(delay: int) -> None:
             raise fsdp_demo.PeerLost("cut off")
         return iter(())
 
-    with (
-        mock.patch.object(exchange._queue, "receive", cut),
-        pytest.raises(fsdp_demo.PeerLost, match="cut off"),
-    ):
+    cut_off = pytest.raises(fsdp_demo.PeerLost, match="cut off")
+    with mock.patch.object(exchange._queue, "receive", cut), cut_off:
         train(exchange, model, optimizer, 0, 4 + delay)
     state, weights = copy.deepcopy((exchange.state_dict(), model.state_dict()))
     exchange.detach()
-    exchange, model, optimizer = resumed(None, state, weights, **late)
+    exchange, model, optimizer = begun(None, 8, state, weights, **late)
     train(exchange, model, optimizer, 0, 12)
     exchange.detach()
     assert torch.equal(model.weight, end)
@@ -382,15 +370,10 @@ def test_phase_behind_the_end(caplog: Any) -> None:
 def test_phase_memory_of_larger_one() -> None:
     """The planned memory is that of the larger phase."""
     shape = [("layers.0.weight", (1024, 1024))]
-    first, late, both = (
-        plan_memory(config, shape, islands=2).per_parameter("device_state")
-        for config in (
-            preset("sign_loco"),  # an anchor and an outer momentum
-            preset("sign_loco", beta=0.5, momentum=0.0, momentum_warmup=0),
-            preset("sign_loco", switch=100),
-        )
-    )
-    assert first == late == both == 8.0
+    feedback = preset("sign_loco", beta=0.5, momentum=0.0, momentum_warmup=0)
+    # the first: an anchor and an outer momentum
+    for config in (preset("sign_loco"), feedback, preset("sign_loco", switch=100)):
+        assert plan_memory(config, shape, islands=2).per_parameter("device_state") == 8.0
     delayed = preset("sign_loco", switch=100, **{"schedule.delay": 2})
     assert plan_memory(delayed, shape, islands=2).per_parameter("device_state") == 12.0
 

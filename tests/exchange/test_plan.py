@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, preset, presets
@@ -19,6 +20,7 @@ from fsdp_demo.peers.header import Meter
 from fsdp_demo.tools.planner.models import load, numel
 
 from ..oracles.wire import block_bytes
+from ..support.two_layers import train
 
 # ---- the plan and the meter --------------------------------------------------------------------
 
@@ -58,13 +60,11 @@ CASES: dict[str, ExchangeConfig] = {
     "sign_loco, feedback, late": preset("sign_loco", beta=0.6, period=4, **{"schedule.delay": 1}),
     "muloco, int4": preset("muloco", period=4, value_dtype="int4"),
     "muloco, later than its period": preset("muloco", period=2, **{"schedule.delay": 5}),
-    "streaming_diloco, e2m1": preset(
-        "streaming_diloco", period=4, layers=1, delay=1, value_dtype="fp4_e2m1", order="sequential"
-    ),
-    "decoupled_momentum, released": preset(
-        "decoupled_momentum", rule="released", period=2, average_every=2
-    ),
-}
+    "streaming_diloco, e2m1": preset("streaming_diloco", period=4, layers=1, delay=1,
+        value_dtype="fp4_e2m1", order="sequential"),
+    "decoupled_momentum, released": preset("decoupled_momentum", rule="released", period=2,
+        average_every=2),
+}  # fmt: skip
 
 
 class Model(nn.Module):
@@ -75,9 +75,7 @@ class Model(nn.Module):
         self.embed = Held(SHAPES["embed.weight"])
         self.layers = nn.ModuleList([Held(SHAPES[f"layers.{i}.weight"]) for i in range(4)])
         for name in ("norm", "one", "unused", "frozen"):
-            setattr(
-                self, name, nn.Parameter(torch.ones(SHAPES[name]), requires_grad=name != "frozen")
-            )
+            setattr(self, name, nn.Parameter(torch.ones(SHAPES[name]), name != "frozen"))
 
     def forward(self, scale: float) -> torch.Tensor:
         held = self.embed() + sum(layer() for layer in self.layers)
@@ -97,37 +95,33 @@ def counted(me: Any, name: str, config: ExchangeConfig) -> list[tuple[int, ...]]
     """(exchanges, messages, bytes sent, bytes received) of this rank at each step of a short
     training.
     """
-    from torch.distributed.fsdp import fully_shard
-
     os.environ["ISLAND_RUN"] += "-" + "".join(c for c in name if c.isalnum())
     torch.manual_seed(0)
     model = Model()
     if me.procs > 1:
-        for layer in model.layers:
-            fully_shard(layer, mesh=me.mesh())
-        fully_shard(model, mesh=me.mesh())
+        for part in (*model.layers, model):
+            fully_shard(part, mesh=me.mesh())
     kind = torch.optim.SGD if config.inner_optimizers[0] == "sgd" else torch.optim.AdamW
     optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     # bytes do not depend on it, and AdamW alone is refused under muloco
     insists = {"inner_optimizers": "as_is"} if config.preset.endswith("muloco") else {}
     exchange = fsdp_demo.attach(optimizer, config, model=model, **insists)
-    out, before = [], (0, 0, 0, 0)
-    for t in range(STEPS):
-        model(1.0 + t + me.island).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        exchange.digests_equal()  # on the line after what is under way: that has been counted then
+    seen = [(0, 0, 0, 0)]
+
+    def metrics() -> tuple[int, ...]:
         m = exchange.metrics()
-        now = m["exchanges"], m["messages"], m["bytes_sent"], m["bytes_received"]
-        out.append(tuple(a - b for a, b in zip(now, before, strict=True)))
-        before = now
+        return m["exchanges"], m["messages"], m["bytes_sent"], m["bytes_received"]
+
+    def look(t: int) -> None:
+        exchange.digests_equal()  # on the line after what is under way: that has been counted then
+        seen.append(metrics())
+
+    train(optimizer, lambda t: model(1.0 + t + me.island), STEPS, each=look)
     exchange.flush()
-    m = exchange.metrics()
-    assert (m["exchanges"], m["messages"], m["bytes_sent"], m["bytes_received"]) == before, (
-        "flush sends nothing"
-    )
+    assert metrics() == seen[-1], "flush sends nothing"
     exchange.detach()
-    return out
+    steps = zip(seen, seen[1:], strict=False)
+    return [tuple(a - b for a, b in zip(now, before, strict=True)) for before, now in steps]
 
 
 def test_bytes_plan_covers_every_preset() -> None:
@@ -156,14 +150,12 @@ def test_bytes_plan_equals_meter(run_ranks: Any, islands: int, procs: int) -> No
             for p in range(procs):
                 found = results[i * procs + p][name]
                 planned = [plans[p].message(t) for t in range(STEPS)]
-                assert found == [
-                    (m.exchanges, m.messages, m.bytes_sent, m.bytes_received) for m in planned
-                ], (name, i, p)
+                due = [(m.exchanges, m.messages, m.bytes_sent, m.bytes_received) for m in planned]
+                assert found == due, (name, i, p)
                 assert sum(f[2] for f in found) > 0, name
                 total = plans[p].over(range(STEPS))
-                assert (total.bytes_sent, total.messages) == tuple(
-                    sum(f[j] for f in found) for j in (2, 1)
-                )
+                sums = tuple(sum(f[j] for f in found) for j in (2, 1))
+                assert (total.bytes_sent, total.messages) == sums
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -223,7 +215,6 @@ def test_bytes_plan_meter_adds_up() -> None:
     total.add(made.message(0))
     total.add(made.message(1))
     assert total == made.over(range(2)) and total.messages == 2
-    assert (
-        made.message(0).bytes_sent == header.HEADER.size + 1 + 2 + 32 + (7 + 8 + 16 + 4)
-        and vectors.num_bytes("int8", 4096) == 4098
-    )
+    section = 2 + 32 + (7 + 8 + 16 + 4)
+    assert made.message(0).bytes_sent == header.HEADER.size + 1 + section
+    assert vectors.num_bytes("int8", 4096) == 4098

@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from fsdp_demo.checkpoint import CheckpointManager, RunState
 from fsdp_demo.errors import PeerLost
 from fsdp_demo.hosts.torch_params import TURNS
 
+from ..support import two_layers
 from ..support.heard import heard
 from ..support.inside import in_ranks, in_threads
-from ..support.two_layers import Net, attached, equal, sgd
+from ..support.two_layers import Net, alone, attached, equal, sgd, two
 
 AS_IS: dict[str, Any] = {"inner_optimizers": "as_is"}
 KINDS = {
@@ -35,28 +37,19 @@ KINDS = {
     "decoupled_momentum": preset("decoupled_momentum", period=2, **AS_IS),
     "streaming_diloco": preset("streaming_diloco", period=4, delay=1, layers=0, **AS_IS),
 }
-CURE = (
-    r"parameters were changed since attach \(a.weight, .*\).*Load first, then attach, or "
-    r"attach\(state=...\)"
-)
+CHANGED = r"parameters were changed since attach \(a.weight, .*\)"
+CURE = rf"{CHANGED}.*Load first, then attach, or attach\(state=...\)"
 
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
     caplog.set_level(logging.INFO, logger="fsdp_demo")
-    return lambda: " | ".join(
-        r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING
-    )
+    warned = logging.WARNING
+    return lambda: " | ".join(r.getMessage() for r in caplog.records if r.levelno >= warned)
 
 
-def step(net: Net, optimizer: torch.optim.Optimizer, t: int = 0) -> None:
-    net.loss(t).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def alone() -> Net:
-    return Net(fsdp_demo.Topology())
+def step(net: Net, optimizer: Any, t: int = 0) -> None:
+    two_layers.step(optimizer, net.loss(t))
 
 
 # ---- weights that are loaded after attach ------------------------------------------------------
@@ -155,11 +148,9 @@ def test_attach_unchanged_weights_accepted(dtype: torch.dtype) -> None:
     outer parameters shown, flush, a first step that is skipped.
     """
     for config in KINDS.values():
-        net = alone().to(dtype)
-        optimizer = sgd(net.parameters())
         if dtype != torch.float32 and any(c.schedule.delay for c in config.channels):
             config = config.changed({"schedule.delay": 0})
-        exchange = fsdp_demo.attach(optimizer, config, model=net)
+        net, optimizer, exchange = attached(config, net=alone().to(dtype))
         net.load_state_dict({n: t.clone() for n, t in net.state_dict().items()})
         with exchange.outer_parameters(net):
             pass
@@ -180,8 +171,7 @@ def test_attach_resume_with_message_in_flight(topology: Any) -> None:
     """
     config = preset("diloco", period=2, **AS_IS).changed({"schedule.delay": 1})
     net, optimizer, exchange = attached(config, topology)
-    for t in range(4):
-        step(net, optimizer, t)
+    two_layers.train(optimizer, net.loss, 4)
     state = exchange.state_dict()
     assert state["in_flight"]
     exchange.detach()
@@ -197,14 +187,18 @@ def test_attach_resume_with_message_in_flight(topology: Any) -> None:
 
 
 @in_threads()
-def test_attach_paused_steps_before_first_accepted(topology: Any) -> None:
-    """Steps inside `paused` before the first step of the exchange are accepted."""
-    net, optimizer, exchange = attached(KINDS["diloco"], topology)
-    with exchange.paused():
+def test_attach_paused_steps_are_none(topology: Any) -> None:
+    """Steps inside `paused`, before the first step of the exchange too, are accepted, do not count
+    and send nothing.
+    """
+    for kind in ("full", "diloco"):
+        net, optimizer, exchange = attached(KINDS[kind], topology)
+        with exchange.paused():
+            step(net, optimizer)
+        assert exchange.step == exchange.metrics()["messages"] == 0
         step(net, optimizer)
-    step(net, optimizer)
-    assert exchange.step == 1
-    exchange.finish()
+        assert exchange.step == 1
+        exchange.finish()
 
 
 # ---- steps that would be lost ------------------------------------------------------------------
@@ -215,19 +209,15 @@ def test_outer_parameters_step_refused(kind: str) -> None:
     """A step inside `outer_parameters` is refused."""
     net, optimizer, exchange = attached(KINDS[kind])
     step(net, optimizer)
+    inside = r"inside outer_parameters\(\) would be lost"
     before = net.copies()
     for _ in range(2):
         with exchange.outer_parameters(net):
             net.loss(0).backward()
-            with (
-                exchange.paused(),
-                pytest.raises(RuntimeError, match=r"inside outer_parameters\(\) would be lost"),
-            ):
+            with exchange.paused(), pytest.raises(RuntimeError, match=inside):
                 optimizer.step()
             for wrong in (optimizer.step, exchange.skip):
-                with pytest.raises(
-                    RuntimeError, match=r"inside outer_parameters\(\) would be lost"
-                ):
+                with pytest.raises(RuntimeError, match=inside):
                     wrong()
         assert exchange.step == 1 and equal(before, net.copies())
     with exchange.paused():
@@ -246,18 +236,12 @@ def test_outer_parameters_finish_and_save_refused(tmp_path: Any) -> None:
     topology = fsdp_demo.Topology.from_env({})
     net, optimizer, exchange = attached(preset("diloco", period=3, **AS_IS))
     state = RunState(CheckpointManager(tmp_path / "a", topology), net, optimizer)
-    for t in range(4):
-        step(net, optimizer, t)
+    two_layers.train(optimizer, net.loss, 4)
     own = net.copies()
     with exchange.outer_parameters(net), exchange.outer_parameters(net):
         assert not equal(own, net.copies())
-        for wrong in (
-            exchange.finish,
-            exchange.flush,
-            exchange.state_dict,
-            lambda: state.save(exchange),
-            lambda: state.save(exchange, last=True),
-        ):
+        saves = (lambda: state.save(exchange), lambda: state.save(exchange, last=True))
+        for wrong in (exchange.finish, exchange.flush, exchange.state_dict, *saves):
             with pytest.raises(RuntimeError, match=SHOWN):
                 wrong()
     assert equal(own, net.copies()) and not list(tmp_path.glob("a/*-4"))
@@ -281,17 +265,12 @@ def test_outer_parameters_loss_saves_own(run_ranks: Any, tmp_path: Any) -> None:
 
     def run(me: Any) -> None:
         topology = fsdp_demo.Topology.from_env({})
-        net = Net(topology)
-        optimizer = sgd(net.parameters())
-        exchange = fsdp_demo.attach(optimizer, preset("diloco", period=3, **AS_IS), model=net)
+        net, optimizer, exchange = attached(preset("diloco", period=3, **AS_IS))
         state = RunState(CheckpointManager(tmp_path / "a", topology), net, optimizer)
-        for t in range(4):
-            step(net, optimizer, t)
+        two_layers.train(optimizer, net.loss, 4)
         torch.save(net.copies(), tmp_path / "own.pt")
-        with (
-            fsdp_demo.guard(exchange, save=lambda: state.save(exchange, last=True)),
-            exchange.outer_parameters(net),
-        ):
+        guarded = fsdp_demo.guard(exchange, save=lambda: state.save(exchange, last=True))
+        with guarded, exchange.outer_parameters(net):
             raise PeerLost("in an evaluation")
 
     (outcome,) = run_ranks(run, 1, 1, check=False)
@@ -310,20 +289,13 @@ def test_requires_grad_switched_refused(kind: str) -> None:
     """A `requires_grad` that was switched after attach is refused."""
     net = alone()
     net.b.bias.requires_grad_(False)
-    optimizer = sgd(net.parameters())
-    exchange = fsdp_demo.attach(optimizer, KINDS[kind], model=net)
+    _, optimizer, exchange = attached(KINDS[kind], net=net)
     step(net, optimizer)
-    for p, name, on, word in (
-        (net.b.bias, "b.bias", True, "on"),
-        (net.a.weight, "a.weight", False, "off"),
-    ):
+    for p, name, on in ((net.b.bias, "b.bias", True), (net.a.weight, "a.weight", False)):
         p.requires_grad_(on)
         before = net.copies()
-        with pytest.raises(
-            RuntimeError,
-            match=rf"requires_grad of {name} was switched {word} after attach.*detach\(\) and "
-            rf"attach again",
-        ):
+        switched = f"requires_grad of {name} was switched {'on' if on else 'off'} after attach"
+        with pytest.raises(RuntimeError, match=rf"{switched}.*detach\(\) and attach again"):
             step(net, optimizer)
         assert equal(before, net.copies())
         p.requires_grad_(not on)
@@ -336,17 +308,12 @@ def test_resized_parameter_refused(kind: str) -> None:
     """A parameter that was given more rows after attach is refused by name and shape: the new rows
     would be on no other island.
     """
-    net = alone()
-    optimizer = sgd(net.parameters())
-    fsdp_demo.attach(optimizer, KINDS[kind], model=net)
+    net, optimizer, _ = attached(KINDS[kind])
     step(net, optimizer)
     rows, width = net.a.weight.shape
     net.a.weight.data, net.a.weight.grad = torch.randn(rows + 2, width), None
-    with pytest.raises(
-        RuntimeError,
-        match=rf"a.weight has the shape \[{rows + 2}, {width}\], at attach it had "
-        rf"\[{rows}, {width}\].*attach again",
-    ):
+    shapes = rf"the shape \[{rows + 2}, {width}\], at attach it had \[{rows}, {width}\]"
+    with pytest.raises(RuntimeError, match=f"a.weight has {shapes}.*attach again"):
         optimizer.step()
 
 
@@ -383,11 +350,8 @@ def test_requires_grad_two_optimizers() -> None:
     """One of two optimizers may be switched off while the other steps. As GANs do it: what another
     optimizer steps is looked at when that one does.
     """
-    net = alone()
-    optimizers = [sgd(net.a.parameters()), sgd(net.b.parameters())]
-    exchange = fsdp_demo.attach(
-        optimizers, preset("diloco", period=2, clip=None, **AS_IS), model=net
-    )
+    config = preset("diloco", period=2, clip=None, **AS_IS)
+    net, optimizers, exchange = attached(config, inner=two)
     for optimizer, resting in zip(optimizers, (net.b, net.a), strict=True):
         resting.requires_grad_(False)
         net.loss(0).backward()
@@ -398,28 +362,27 @@ def test_requires_grad_two_optimizers() -> None:
 
 def test_attach_unstepped_parameters_logged(said: Any) -> None:
     """The log names trainable parameters that no attached optimizer steps."""
-    net = alone()
-    exchange = fsdp_demo.attach(sgd(net.a.parameters()), "full", model=net)
-    assert (
-        "2 trainable parameters of the model are in no attached optimizer, and so not exchanged: "
-        "b.weight, b.bias"
-    ) in said()
+
+    def of_a(net: Net) -> torch.optim.Optimizer:
+        return sgd(net.a.parameters())
+
+    net, _, exchange = attached("full", inner=of_a)
+    lacking = "2 trainable parameters of the model are in no attached optimizer, and so not "
+    assert f"{lacking}exchanged: b.weight, b.bias" in said()
     exchange.detach()
     net.b.requires_grad_(False)
     caught = said()
-    fsdp_demo.attach(sgd(net.a.parameters()), "full", model=net).detach()
+    attached("full", inner=of_a, net=net)[2].detach()
     assert said() == caught
 
 
 def test_attach_foreign_optimizer_refused() -> None:
     """An optimizer of another model and one without trainable parameters are refused."""
-    net, other = alone(), alone()
+    other = alone()
     with pytest.raises(ValueError, match="holds no parameter of this model"):
-        fsdp_demo.attach(sgd(other.named_parameters()), "full", model=net)
-    for p in net.parameters():
-        p.requires_grad_(False)
+        attached("full", inner=lambda net: sgd(other.named_parameters()))
     with pytest.raises(ValueError, match="nothing to train"):
-        fsdp_demo.attach(sgd(net.parameters()), "full", model=net)
+        attached("full", net=other.requires_grad_(False))
 
 
 # ---- numbers that cannot be exchanged ----------------------------------------------------------
@@ -429,18 +392,13 @@ def test_attach_dtypes_refused(said: Any) -> None:
     """Parameters in complex64 or float64 are refused by name; bf16 is logged."""
     for dtype in (torch.complex64, torch.float64):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=dtype))
-        with pytest.raises(
-            ValueError,
-            match=rf"cannot be exchanged: 1.weight \({str(dtype)[6:]}\), 1.bias "
-            rf".*dtype=torch.float32",
-        ):
-            fsdp_demo.attach(sgd(model.parameters()), "diloco", model=model, clip=None, **AS_IS)
+        named = rf"cannot be exchanged: 1.weight \({str(dtype)[6:]}\), 1.bias .*dtype=torch.float32"
+        with pytest.raises(ValueError, match=named):
+            attached("diloco", net=model, clip=None, **AS_IS)
         model[1].requires_grad_(False)
-        exchange = fsdp_demo.attach(sgd(model.parameters()), "diloco", model=model, **AS_IS)
-        exchange.detach()
+        attached("diloco", net=model, **AS_IS)[2].detach()
     assert "not fp32" not in said()
-    low = alone().bfloat16()
-    fsdp_demo.attach(sgd(low.parameters()), "full", model=low).detach()
+    attached("full", net=alone().bfloat16())[2].detach()
     assert "4 parameters not in fp32 (" in said()
 
 
@@ -448,8 +406,7 @@ def test_sparse_gradients_refused() -> None:
     """Sparse gradients are refused where an exchange or a clip reads them."""
     model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
     for config in (preset("full"), preset("full", clip=None), preset("diloco", **AS_IS)):
-        optimizer = sgd(model.parameters())
-        exchange = fsdp_demo.attach(optimizer, config, model=model)
+        _, optimizer, exchange = attached(config, net=model)
         model(torch.tensor([1, 2])).sum().backward()
         with pytest.raises(ValueError, match=r"sparse gradients: 0.weight;.*sparse=False"):
             optimizer.step()
@@ -468,9 +425,9 @@ def test_sparse_gradients_refused() -> None:
 @pytest.mark.parametrize("kind", ["full", "diloco"])
 def test_grad_scaler_refused(fused: bool, kind: str) -> None:
     """A step of an active GradScaler is refused."""
-    net = alone()
-    optimizer = torch.optim.AdamW(net.parameters(), fused=fused)
-    exchange = fsdp_demo.attach(optimizer, KINDS[kind], model=net)
+    net, optimizer, exchange = attached(
+        KINDS[kind], inner=lambda net: torch.optim.AdamW(net.parameters(), fused=fused)
+    )
     scaler = torch.amp.GradScaler("cpu")
     before = net.copies()
     for unscale in (False, True):
@@ -495,13 +452,10 @@ def test_grad_scaler_of_accelerate_refused() -> None:
     pytest.importorskip("accelerate").Accelerator(cpu=True)
     net = alone()
     for enabled in (True, False):
-        wrapped = optimizer_of(
-            sgd(net.parameters()), scaler=torch.amp.GradScaler("cpu", enabled=enabled)
-        )
-        if enabled:
-            with pytest.raises(ValueError, match="use bf16"):
-                fsdp_demo.attach(wrapped, "full", model=net)
-        else:
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        wrapped = optimizer_of(sgd(net.parameters()), scaler=scaler)
+        refused = pytest.raises(ValueError, match="use bf16") if enabled else nullcontext()
+        with refused:
             fsdp_demo.attach(wrapped, "full", model=net).detach()
 
 
@@ -515,35 +469,28 @@ def test_attach_checks_under_fsdp2(me: Any) -> None:
     """
     from torch.distributed.fsdp import fully_shard
 
+    def momentum(net: Net) -> torch.optim.Optimizer:
+        return torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+
     for late in (False, True):
         net = Net(fsdp_demo.Topology(island=me.island))
         net.b.bias.requires_grad_(False)
         fully_shard(net, mesh=me.mesh())
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
         with torch.no_grad():
             net(torch.ones(2, 66))
         os.environ["ISLAND_RUN"] += "+"
-        exchange = fsdp_demo.attach(optimizer, KINDS["diloco"], model=net)
-        assert [s.name for s in exchange.host.params] == [
-            "a.weight",
-            "a.bias",
-            "b.weight",
-            "b.bias",
-        ]
+        _, optimizer, exchange = attached(KINDS["diloco"], inner=momentum, net=net)
+        names = [s.name for s in exchange.host.params]
+        assert names == ["a.weight", "a.bias", "b.weight", "b.bias"]
         assert exchange.host.states() == ["momentum_buffer"] and not exchange.host.outside(net)
-        assert all(
-            torch.signbit(m).all()
-            for m in exchange.host.tensors("state:momentum_buffer")
-            if m is not None
-        )
+        held = [m for m in exchange.host.tensors("state:momentum_buffer") if m is not None]
+        assert all(torch.signbit(m).all() for m in held)
         if late and me.proc == 0:
             net.a.bias.to_local().data.add_(1.0)
         net(torch.ones(2, 66)).sum().backward()
         if late:
-            with pytest.raises(
-                ValueError,
-                match="changed since attach .a.bias." if me.proc == 0 else "those of another rank",
-            ):
+            words = "changed since attach .a.bias." if me.proc == 0 else "those of another rank"
+            with pytest.raises(ValueError, match=words):
                 optimizer.step()
             exchange.detach()
             continue

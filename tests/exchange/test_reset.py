@@ -25,6 +25,13 @@ from fsdp_demo.peers.join_messages import Expected, MessageHead, to_bytes
 from ..support import joining, probe, threaded
 from ..support.heard import heard
 from ..support.inside import in_ranks, in_threads
+from ..support.two_layers import train
+
+
+def drawn(island: int, k: int, shape: Any) -> torch.Tensor:
+    """What an island writes to the k-th of the parameters."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(100 + 10 * island + k))
+
 
 AT = 7
 """Steps before the reset: inside a round of most cases, with messages under way where they are
@@ -71,8 +78,7 @@ class Run:
         """Other values on each island; gives them."""
         with torch.no_grad():
             for k, p in enumerate(self.model.chosen):
-                g = torch.Generator().manual_seed(100 + 10 * self.island + k)
-                p.copy_(torch.randn(p.shape, generator=g))
+                p.copy_(drawn(self.island, k, p.shape))
         return [p.detach().clone() for p in self.model.chosen]
 
     def still(self, steps: int) -> None:
@@ -167,17 +173,14 @@ def reset_against_flush(config: Any, dtype: torch.dtype = torch.float32) -> None
                 assert torch.equal(still[name]["parameter"], held["parameter"]), name
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_reset_presets(run_ranks: Any, case: str) -> None:
-    """The values become the mean, what channels keep of them begins anew, and other parameters
-    stand as after `flush`; a round at rate 0 changes nothing."""
-    run_ranks(lambda me: reset_against_flush(CASES[case]), 1, 1)
-
-
-@pytest.mark.parametrize("case", ["diloco", "full-late"])
-def test_reset_low_precision(run_ranks: Any, case: str) -> None:
-    """Parameters in bf16 become the rounded mean, and so does the anchor."""
-    run_ranks(lambda me: reset_against_flush(CASES[case], torch.bfloat16), 1, 1)
+@pytest.mark.parametrize("case", [*CASES, "diloco, bf16", "full-late, bf16"])
+@in_ranks(1, 1)
+def test_reset_presets(case: str) -> None:
+    """The values become the mean (in bf16 the rounded one, and so does the anchor), what channels
+    keep of them begins anew, and other parameters stand as after `flush`; a round at rate 0 changes
+    nothing."""
+    name, _, low = case.partition(", ")
+    reset_against_flush(CASES[name], torch.bfloat16 if low else torch.float32)
 
 
 @in_threads()
@@ -223,15 +226,11 @@ def test_reset_relora(config: Any) -> None:
         optimizer = torch.optim.AdamW([model.A, model.B], lr=1e-2, weight_decay=0.0)
         exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology)
 
-        def train(stop: int) -> None:
-            while exchange.step < stop:
-                g = torch.Generator().manual_seed(1000 * exchange.step + i)
-                x = torch.randn(16, 8, generator=g)
-                (model(x) - x.flip(1)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+        def loss(t: int) -> torch.Tensor:
+            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * t + i))
+            return (model(x) - x.flip(1)).square().mean()
 
-        train(16)
+        train(optimizer, loss, 16)
         exchange.reset([model.A, model.B])  # equal on all islands, so their product is, too
         with torch.no_grad():
             model.W += model.B @ model.A
@@ -242,10 +241,10 @@ def test_reset_relora(config: Any) -> None:
                 value.zero_()
         exchange.reset([model.A, model.B])
         rate, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], 0.0
-        train(20)
+        train(optimizer, loss, 16, 20)
         left = float(model.B.detach().abs().max())
         optimizer.param_groups[0]["lr"] = rate
-        train(28)
+        train(optimizer, loss, 20, 28)
         exchange.finish()
         assert exchange.digests_equal()
         return left, [p.detach().clone() for p in model.parameters()]
@@ -345,14 +344,15 @@ def test_reset_resume(island: int, topology: Any, case: str) -> None:
 
 def loop(model: Net, optimizer: torch.optim.Optimizer, exchange: Any, stop: int) -> None:
     """Steps on data of the island; the ranks of an island have equal rows."""
-    while exchange.step < stop:
-        g = torch.Generator().manual_seed(1000 * exchange.step + exchange.topology.island)
-        x = torch.randn(4, 70, generator=g)
+    island = exchange.topology.island
+
+    def loss(t: int) -> torch.Tensor:
+        x = torch.randn(4, 70, generator=torch.Generator().manual_seed(1000 * t + island))
         for layer in model.layers:
             x = torch.tanh(layer(x))
-        x.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        return x.square().mean()
+
+    train(optimizer, loss, exchange.step, stop)
 
 
 @pytest.mark.parametrize("form", ["fsdp2", "copies"])
@@ -376,11 +376,9 @@ def test_reset_shards_and_copies(run_ranks: Any, form: str) -> None:
             exchange = fsdp_demo.attach(optimizer, config, model=model)
 
             loop(model, optimizer, exchange, AT)
-            chosen, written = model.chosen, []
-            for k, p in enumerate(chosen):
-                g = torch.Generator().manual_seed(100 + 10 * me.island + k)
-                written.append(torch.randn(p.shape, generator=g))
-                value = written[-1]
+            chosen = model.chosen
+            written = [drawn(me.island, k, p.shape) for k, p in enumerate(chosen)]
+            for value, p in zip(written, chosen, strict=True):
                 if form == "fsdp2":
                     value = distribute_tensor(value, p.device_mesh, p.placements)
                 with torch.no_grad():
@@ -517,9 +515,7 @@ def test_reset_island_lost(run_ranks: Any, moment: str) -> None:
     others with the mean of their own values."""
     found = run_ranks(dies, 3, 1, env={"ISLAND_DEAD": "4"}, args=("streaming_diloco", moment))
     assert found[2] == 9
-    expected = []
-    for k, shape in enumerate([(70, 70), (70,)]):
-        seeds = (torch.Generator().manual_seed(100 + 10 * i + k) for i in range(2))
-        expected.append(sum(torch.randn(shape, generator=g) for g in seeds) / 2)
+    shapes = [(70, 70), (70,)]
+    expected = [sum(drawn(i, k, s) for i in range(2)) / 2 for k, s in enumerate(shapes)]
     for values, equal in found[:2]:
         assert equal and joining.same(values, expected)

@@ -58,6 +58,25 @@ def test_resume_through_file_bit_for_bit(me: Any, tmp_path, name) -> None:
     values(threaded.islands(resumed))
 
 
+def lost(config: Any, steps: int, until: int) -> list[Any]:
+    """Three islands train `steps` steps, and two of them go on up to `until`, as far as they come:
+    what these have saved.
+    """
+
+    def island(i: int, topology: Any) -> Any:
+        small = Small(topology, config)
+        small.train(steps)
+        if i == 2:
+            return small.exchange.detach()
+        with pytest.raises(PeerLost):
+            small.train(until)
+        saved = small.save()
+        small.exchange.detach()
+        return saved
+
+    return values(threaded.islands(island, 3, timeout=4))
+
+
 @pytest.mark.parametrize("name", RESUMED)
 @in_ranks(1, 1)
 def test_resume_beside_fresh_island(me: Any, name) -> None:
@@ -65,19 +84,7 @@ def test_resume_beside_fresh_island(me: Any, name) -> None:
     saved, the third starts anew: right step, equal parameters.
     """
     config = RESUMED[name]
-
-    def first(i: int, topology: Any) -> Any:
-        small = Small(topology, config)
-        small.train(6)
-        if i == 2:
-            return small.exchange.detach()
-        with pytest.raises(PeerLost):
-            small.train(20)
-        saved = small.save()
-        small.exchange.detach()
-        return saved
-
-    saved = values(threaded.islands(first, 3, timeout=4))
+    saved = lost(config, 6, 20)
     assert same(saved[0][2]["step"], saved[1][2]["step"])
 
     def second(i: int, topology: Any) -> Any:
@@ -103,20 +110,7 @@ def test_resume_finish_repeats_failed_exchange(me: Any) -> None:
     in an exchange that failed does not count as exchanged: after a resume `finish()` alone leaves
     replicas equal.
     """
-
-    def first(i: int, topology: Any) -> Any:
-        small = Small(topology, RESUMED["diloco"])
-        small.train(7)
-        if i == 2:
-            return small.exchange.detach()
-        with pytest.raises(PeerLost):
-            small.train(8)
-        assert small.exchange.step == 8
-        saved = small.save()
-        small.exchange.detach()
-        return saved
-
-    saved = values(threaded.islands(first, 3, timeout=4))
+    saved = lost(RESUMED["diloco"], 7, 8)
 
     def second(i: int, topology: Any) -> Any:
         small = Small(topology, RESUMED["diloco"], seed=i, saved=saved[i])
@@ -132,8 +126,7 @@ def test_resume_finish_repeats_failed_exchange(me: Any) -> None:
 @in_ranks(1, 1)
 def test_resume_takes_over_from_furthest(me: Any) -> None:
     """An island that saved earlier takes over the state of the one that is furthest."""
-    for name in RESUMED:
-        config = RESUMED[name]
+    for name, config in RESUMED.items():
 
         def first(i: int, topology: Any, config: Any = config) -> Any:
             small = Small(topology, config)
@@ -165,17 +158,15 @@ def test_resume_foreign_state_refused(me: Any) -> None:
         exchange = fsdp_demo.attach(optimizer, config)
         states[name] = copy.deepcopy(exchange.state_dict())
         exchange.detach()
-    with pytest.raises(ValueError, match="saved channels"):
-        fsdp_demo.attach(optimizer, DILOCO, state=states["demo"])
-    with pytest.raises(ValueError, match="keeps"):
-        fsdp_demo.attach(
-            optimizer,
-            preset("decoupled_momentum", transform=True, inner_optimizers="as_is"),
-            state=states["diloco"],
-        )
+    sparse = preset("decoupled_momentum", transform=True, inner_optimizers="as_is")
     smaller = torch.optim.SGD([torch.nn.Parameter(torch.randn(64, 64))], lr=0.1)
-    with pytest.raises(ValueError, match="elements, here it has"):
-        fsdp_demo.attach(smaller, DILOCO, state=states["diloco"])
+    for inner, config, of, said in (
+        (optimizer, DILOCO, "demo", "saved channels"),
+        (optimizer, sparse, "diloco", "keeps"),
+        (smaller, DILOCO, "diloco", "elements, here it has"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            fsdp_demo.attach(inner, config, state=states[of])
 
 
 @pytest.mark.parametrize("holder", [0, 1])

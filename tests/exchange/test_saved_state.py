@@ -15,6 +15,8 @@ from fsdp_demo import preset
 from fsdp_demo.channels.state import ChannelState
 from fsdp_demo.exchange.saved_state import ExchangeState
 
+from ..support.two_layers import train
+
 HEADER = {
     "digest": 5, "step": 3, "weight": 2.0, "loss": 1.5, "flags": 0, "kind": 1, "total": 0,
     "number": 0, "norm": 0, "rate": 0,
@@ -26,44 +28,30 @@ def tree() -> dict[str, Any]:
     it.
     """
     sent = dict(step=3, body=None, vectors=[], own=torch.ones(2), present=None, partial=False)
-    arrived = dict(
-        headers=[HEADER] * 2, bodies=[torch.zeros(1, dtype=torch.uint8)] * 2, means=[torch.ones(2)]
-    )
+    bodies = [torch.zeros(1, dtype=torch.uint8)] * 2
+    arrived = dict(headers=[HEADER] * 2, bodies=bodies, means=[torch.ones(2)])
+    kept = {"anchor": torch.zeros(2), "momentum": torch.ones(2), "present": [False]}
     return {
-        "step": 4,
-        "digest": 5,
-        "last": {"delta": 4},
-        "applied": {"delta": 1},
-        "begun": -1,
-        "tokens": [10, {"delta": 20.0}],
-        "losses": [0.5, [0.25]],
-        "channels": {
-            "delta": {"anchor": torch.zeros(2), "momentum": torch.ones(2), "present": [False]}
-        },
+        "step": 4, "digest": 5, "last": {"delta": 4}, "applied": {"delta": 1}, "begun": -1,
+        "tokens": [10, {"delta": 20.0}], "losses": [0.5, [0.25]], "channels": {"delta": kept},
         "in_flight": [
-            dict(step=3, members=["delta"], parts={"delta": sent}, arrived=arrived, said=HEADER)
+            dict(step=3, members=["delta"], parts={"delta": sent}, arrived=arrived, said=HEADER),
         ],
-    }
+    }  # fmt: skip
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ISLAND_COUNT", raising=False)
+def taken_up(state: Any) -> tuple[nn.Module, fsdp_demo.Exchange]:
+    """A model with an exchange that goes on from `state`."""
+    model = nn.Linear(3, 2)
+    config = preset("diloco", period=2, inner_optimizers="as_is", **{"schedule.delay": 1})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, fsdp_demo.attach(optimizer, config, model=model, state=state)
 
 
 def under_way() -> tuple[nn.Module, fsdp_demo.Exchange]:
     """After two steps, with a message under way that is applied after the third."""
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exchange = fsdp_demo.attach(
-        optimizer,
-        preset("diloco", period=2, inner_optimizers="as_is", **{"schedule.delay": 1}),
-        model=model,
-    )
-    for _ in range(2):
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    model, exchange = taken_up(None)
+    train(exchange.optimizers[0], lambda t: model(torch.ones(1, 3)).sum(), 2)
     return model, exchange
 
 
@@ -80,29 +68,24 @@ def test_saved_state_tree_unchanged() -> None:
     """A saved tree keeps its names and forms when its typed form is written again."""
     state = ExchangeState.from_tree(tree())
     assert same(state.to_tree(), tree())
-    assert (state.tokens, state.weighed, state.loss, state.losses) == (
-        10,
-        {"delta": 20.0},
-        0.5,
-        [0.25],
-    )
+    told = (state.tokens, state.weighed, state.loss, state.losses)
+    assert told == (10, {"delta": 20.0}, 0.5, [0.25])
     (flight,) = state.in_flight
     assert flight.arrived is not None
-    assert flight.arrived.headers[1].loss == 1.5
-    assert flight.said == flight.arrived.headers[0]
+    first, second = flight.arrived.headers
+    assert second.loss == 1.5 and flight.said == first
     assert list(state.channels["delta"].workspaces) == ["anchor", "momentum"]
     assert state.channels["delta"].accumulator is None
 
 
 def test_saved_state_other_channel_refused() -> None:
     """The saved state of a channel with other fields is refused."""
+    other = {"anchor": torch.zeros(2), "variance": torch.zeros(2), "present": []}
     with pytest.raises(ValueError, match=r"channel 'delta'.*'variance'.*resume with"):
-        ChannelState.from_tree(
-            "delta", {"anchor": torch.zeros(2), "variance": torch.zeros(2), "present": []}
-        )
+        ChannelState.from_tree("delta", other)
 
 
-def test_saved_state_of_an_exchange(alone: Any) -> None:
+def test_saved_state_of_an_exchange() -> None:
     """The `state_dict` of an exchange is that tree."""
     _, exchange = under_way()
     given = exchange.state_dict()
@@ -112,7 +95,7 @@ def test_saved_state_of_an_exchange(alone: Any) -> None:
     assert same(ExchangeState.from_tree(given).to_tree()["channels"], given["channels"])
 
 
-def test_queue_applies_nothing_itself(alone: Any) -> None:
+def test_queue_applies_nothing_itself() -> None:
     """The queue only queues. What has arrived changes nothing until its channel applies it."""
     model, exchange = under_way()
     (c,) = exchange.channels
@@ -121,25 +104,15 @@ def test_queue_applies_nothing_itself(alone: Any) -> None:
     with torch.no_grad():
         assert queue.oldest() == ([c], 2) and list(queue.receive([c], 1)) == []
         ((of, arrived),) = queue.receive([c], 2)
-        assert (
-            of is c and not queue.flights and arrived.received is not None and arrived.flying == []
-        )
+        assert of is c and not queue.flights
+        assert arrived.received is not None and arrived.flying == []
         assert torch.equal(model.weight, before) and torch.equal(c.anchor, anchor)
         c.apply(arrived)
     assert not torch.equal(c.anchor, anchor)
     exchange.detach()
 
 
-def taken_up(state: dict[str, Any]) -> fsdp_demo.Exchange:
-    """A new exchange that goes on from `state`."""
-    model = nn.Linear(3, 2)
-    config = preset("diloco", period=2, inner_optimizers="as_is", **{"schedule.delay": 1})
-    return fsdp_demo.attach(
-        torch.optim.SGD(model.parameters(), lr=0.1), config, model=model, state=state
-    )
-
-
-def test_saved_state_message_of_absent_buffers(alone: Any) -> None:
+def test_saved_state_message_of_absent_buffers() -> None:
     """A saved message of buffers that the model lacks is left out. Where gradients are exchanged, a
     message may hold buffers alone. Who resumes without the model has no channel for them.
     """
@@ -147,17 +120,15 @@ def test_saved_state_message_of_absent_buffers(alone: Any) -> None:
     state = exchange.state_dict()
     exchange.detach()
     (flight,) = state["in_flight"]
-    state["in_flight"] = [
-        {**flight, "members": ["buffers"], "parts": {"buffers": flight["parts"]["delta"]}},
-        flight,
-    ]
-    resumed = taken_up(state)
+    of_buffers = {"members": ["buffers"], "parts": {"buffers": flight["parts"]["delta"]}}
+    state["in_flight"] = [{**flight, **of_buffers}, flight]
+    _, resumed = taken_up(state)
     assert [f["members"] for f in resumed.state_dict()["in_flight"]] == [["delta"]]
     resumed.finish()
     assert resumed.step == 2
 
 
-def test_queue_failed_message_dropped(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queue_failed_message_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message whose application failed does not stay in the queue. Memory ran out while a mean
     was applied: the part has left its message, which was saved without any.
     """
@@ -173,6 +144,6 @@ def test_queue_failed_message_dropped(alone: Any, monkeypatch: pytest.MonkeyPatc
     state = exchange.state_dict()
     exchange.detach()
     assert [f["parts"] for f in state["in_flight"]] == [{}]
-    resumed = taken_up(state)
+    _, resumed = taken_up(state)
     assert resumed.state_dict()["in_flight"] == [] and resumed.step == 3
     resumed.finish()

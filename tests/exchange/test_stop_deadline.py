@@ -16,7 +16,8 @@ import torch
 import fsdp_demo
 from fsdp_demo.checkpoint import CheckpointManager, RunState
 
-from .test_survivors import Small, backward
+from ..support.two_layers import step
+from .test_survivors import Small, loss
 
 
 def told(me: Any, strike: str) -> None:
@@ -47,9 +48,7 @@ def told(me: Any, strike: str) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
                 if strike == "stands":
                     time.sleep(60)
-            backward(model, me.island, t)
-            optimizer.step()
-            optimizer.zero_grad()
+            step(optimizer, loss(model, me.island, t))
 
 
 @pytest.mark.parametrize(("strike", "statuses", "says"), [
@@ -84,9 +83,7 @@ def stopped_alone(me: Any, how: int) -> None:
             if t == 10 and (me.island, me.proc) == (1, 1):
                 os.kill(os.getpid(), how)
             time.sleep(0.05)
-            backward(model, me.island, t)
-            optimizer.step()
-            optimizer.zero_grad()
+            step(optimizer, loss(model, me.island, t))
 
 
 @pytest.mark.parametrize(

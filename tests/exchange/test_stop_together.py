@@ -20,16 +20,9 @@ import fsdp_demo
 from fsdp_demo import preset
 from fsdp_demo.checkpoint import CheckpointManager, RunState
 
-from .test_survivors import Small, backward
+from ..support.two_layers import step, train
+from .test_survivors import BY_SGD, Small, loss, optimizer_for
 
-try:
-    import zmq
-except ModuleNotFoundError:
-    zmq = None  # type: ignore[assignment]
-
-pytestmark = pytest.mark.skipif(
-    zmq is None, reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'"
-)
 ENV = {"ISLAND_DEAD": "8", "ISLAND_STOP": "20"}
 STEPS = 24
 CASES = {
@@ -37,6 +30,7 @@ CASES = {
     "demo": preset("demo"),
     "demo, late": preset("demo", **{"schedule.delay": 2}),
     "diloco": preset("diloco", period=6, momentum_warmup=0),
+    "diloco, far": preset("diloco", period=500),  # no exchange is near
     "diloco, int4": preset("diloco", period=7, momentum_warmup=0, value_dtype="int4"),
     "sparse_loco": preset("sparse_loco", period=6),
     "sign_loco": preset("sign_loco", period=7, momentum_warmup=1),
@@ -47,8 +41,7 @@ CASES = {
     "local_sgd, late": preset("local_sgd", period=6, **{"schedule.delay": 2, "applier.mix": 0.5}),
     "desloc": preset("desloc", period=7),
 }
-BY_SGD = ("demo", "full")
-QUICK = ("demo", "sparse_loco", "streaming_diloco")
+QUICK = ("demo", "diloco, far", "sparse_loco", "streaming_diloco")
 
 
 def run(
@@ -60,19 +53,13 @@ def run(
     alone. dies: it is killed instead.
     """
     config, model = CASES[case], Small()
-    if case.startswith("muloco"):
-        optimizer: Any = fsdp_demo.MuonAdamW(list(model.named_parameters()), lr=1e-3)
-    else:
-        kind = torch.optim.SGD if case.startswith(BY_SGD) else torch.optim.AdamW
-        optimizer = kind(model.parameters(), lr=1e-3)
+    optimizer = optimizer_for(case, model)
     topology = fsdp_demo.Topology.from_env()
-    state = RunState(
-        CheckpointManager(folder / topology.name, topology), model, optimizer, facts={}
-    )
+    manager = CheckpointManager(folder / topology.name, topology)
+    state = RunState(manager, model, optimizer, facts={})
     state.restore("auto")
-    exchange = fsdp_demo.attach(
-        optimizer, config, model=model, topology=topology, step=state.step, state=state.saved
-    )
+    given = {"topology": topology, "step": state.step, "state": state.saved}
+    exchange = fsdp_demo.attach(optimizer, config, model=model, **given)
     began, last = exchange.step, me.island == topology.islands - 1
     go = folder / "told"
 
@@ -99,17 +86,13 @@ def run(
                     time.sleep(max(late, 0.0))
                     os.kill(os.getpid(), signal.SIGTERM)
             elif at is not None and last and exchange.step > at[me.island]:
-                time.sleep(0.02)  # so that it is told before it comes to the end
-            backward(model, me.island, exchange.step)
-            optimizer.step()
-            optimizer.zero_grad()
+                time.sleep(0.1)  # so that it is told before it comes to the end
+            step(optimizer, loss(model, me.island, exchange.step))
         exchange.finish()
     return began, {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
-def interrupted(
-    run_ranks, folder, case, at: dict[int, int], ranks=1, late: float = 0.0
-) -> list[Any]:
+def interrupted(run_ranks, folder, case, at: dict[int, int], ranks=1, late=0.0) -> list[Any]:
     args = (folder, case, at, late)
     found = run_ranks(run, len(at), ranks, env=ENV, args=args, check=False)
     assert [f.status for f in found] == [75] * len(at) * ranks, [f.log for f in found]
@@ -137,19 +120,39 @@ def test_stop_resume_equals_uninterrupted_run(run_ranks, tmp_path, case, at) -> 
     check(run_ranks, tmp_path, case, at)
 
 
-def check(
-    run_ranks, folder, case: str, at: dict[int, int], ranks: int = 1, late: float = 0.0
-) -> None:
+def check(run_ranks, folder, case: str, at: dict[int, int], ranks: int = 1, late=0.0) -> None:
     """Nobody loses a step of its own, and the end is that of a run without interruption."""
     whole = run_ranks(run, len(at), ranks, env=ENV, args=(folder / "whole", case, None))
     (cut := folder / "cut").mkdir()
-    interrupted(run_ranks, cut, case, at, ranks, late)
+    assert "stopped after step" in interrupted(run_ranks, cut, case, at, ranks, late)[0].log
     stopped = saved(cut)
     found = run_ranks(run, len(at), ranks, env=ENV, args=(cut, case, None))
     assert [began for began, _ in found[::ranks]] == stopped
     assert all(step >= at[i] for i, step in enumerate(stopped))
     for (_, one), (_, two) in zip(whole, found, strict=True):
         assert all(torch.equal(one[n], two[n]) for n in one)
+
+
+def test_stop_run_can_start_again(run_ranks: Any) -> None:
+    """A run that stopped can start again under its name; a run that finished cannot."""
+
+    def life(me: Any, last: bool) -> Any:
+        model = Small()
+        optimizer = optimizer_for("demo", model)
+        exchange = fsdp_demo.attach(optimizer, "demo", model=model)
+        train(optimizer, lambda t: loss(model, me.island, t), 3)
+        if last:
+            exchange.finish()
+        else:
+            exchange.leave(stopped=False)
+            exchange.detach()
+        return exchange.step
+
+    more = {"env": {"ISLAND_RUN": f"again-{os.getpid()}-{time.time_ns()}"}}
+    for last in (False, True):
+        assert run_ranks(life, 2, 1, **more, args=(last,)) == [3, 3]
+    errors = [o.error or "" for o in run_ranks(life, 2, 1, **more, args=(True,), check=False)]
+    assert all("has finished" in e and "new ISLAND_RUN" in e for e in errors)
 
 
 @pytest.mark.slow

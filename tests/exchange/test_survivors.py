@@ -19,14 +19,8 @@ from fsdp_demo import preset
 from fsdp_demo.elastic import failure_detector
 from fsdp_demo.exchange.watch import LIMIT
 
-try:
-    import zmq
-except ModuleNotFoundError:
-    zmq = None  # type: ignore[assignment]
+from ..support.two_layers import step
 
-pytestmark = pytest.mark.skipif(
-    zmq is None, reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'"
-)
 CASES = {
     "demo": preset("demo"),
     "demo, late": preset("demo", **{"schedule.delay": 2}),
@@ -59,9 +53,9 @@ class Small(torch.nn.Module):
         return x
 
 
-def backward(model: torch.nn.Module, island: int, t: int) -> None:
+def loss(model: torch.nn.Module, island: int, t: int) -> torch.Tensor:
     x = torch.randn(4, 24, generator=torch.Generator().manual_seed(100 * t + island))
-    (model(x) - x).square().mean().backward()
+    return (model(x) - x).square().mean()
 
 
 def optimizer_for(case: str, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -90,10 +84,8 @@ def trained(me: Any, case: str, victim: int, at: int, steps: int = 14) -> Any:
         for t in range(steps):
             if me.island == victim and t == at:
                 os._exit(9)
-            backward(model, me.island, t)
             exchange.report(tokens=10 + me.island, loss=1.0 + me.island)
-            optimizer.step()
-            optimizer.zero_grad()
+            step(optimizer, loss(model, me.island, t))
         metrics = exchange.metrics() | exchange.totals()
         exchange.finish()
         values = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -128,12 +120,10 @@ def test_survivors_woken_island_exits_75(run_ranks, tmp_path: Path) -> None:
         model, optimizer, exchange = by_sgd(me, tmp_path, preset("full"))
         steps, stopped = tmp_path / f"steps{me.island}", tmp_path / "stopped"
         for t in range(10):
-            backward(model, me.island, t)
             if me.island == 1 and t == 4:
                 stopped.write_text(str(os.getpid()))
                 os.kill(os.getpid(), signal.SIGSTOP)
-            optimizer.step()
-            optimizer.zero_grad()
+            step(optimizer, loss(model, me.island, t))
             steps.write_text(str(t + 1))
             while me.island == 0 and t == 3 and not stopped.exists():
                 time.sleep(0.02)
@@ -160,13 +150,11 @@ def test_survivors_stalled_island_ends(run_ranks, tmp_path: Path, stands: int) -
         pytest.MonkeyPatch().setattr(failure_detector, "PATIENCE", 1.0)
         model, optimizer, exchange = by_sgd(me, tmp_path, preset("full"))
         for t in range(7):
-            backward(model, me.island, t)
             while me.island == stands and t == 5 and not (tmp_path / "done").exists():
                 time.sleep(0.02)
             if t == 4:
                 time.sleep(0.6)  # so that heartbeats, two a second, see it move
-            optimizer.step()
-            optimizer.zero_grad()
+            step(optimizer, loss(model, me.island, t))
         exchange.finish()
         (tmp_path / "done").touch()
         return exchange.digests_equal()
@@ -189,26 +177,18 @@ def test_survivors_left_out_island_exits_75(run_ranks, tmp_path: Path, bad: floa
     def fn(me: Any) -> Any:
         model, optimizer, exchange = by_sgd(me, tmp_path, preset("demo", clip=None))
         for t in range(8 + LIMIT + 3):
-            backward(model, me.island, t)
-            for p in model.parameters():
-                p.grad.mul_(bad if me.island == 1 and t >= 8 else 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            step(optimizer, loss(model, me.island, t) * (bad if me.island == 1 and t >= 8 else 1.0))
             (tmp_path / f"steps{me.island}").write_text(str(t + 1))
         metrics = exchange.metrics()
         exchange.finish()
-        return (
-            exchange.digests_equal(),
-            metrics["far"] + metrics["not_finite"],
-            metrics["participating"],
-        )
+        left_out = metrics["far"] + metrics["not_finite"]
+        return exchange.digests_equal(), left_out, metrics["participating"]
 
     one, two, three = run_ranks(fn, 3, 1, env=ENV, check=False)
     assert one.error is None and three.error is None, (one.log, three.log)
-    assert one.value == three.value
-    assert one.value[0]
-    assert one.value[1] in (LIMIT - 1, LIMIT)
-    assert one.value[2] == 2
+    equal, left_out, participating = one.value
+    assert one.value == three.value and equal
+    assert left_out in (LIMIT - 1, LIMIT) and participating == 2
     assert two.status == 75 and (tmp_path / "status1" / "rank0").read_text() == "75", two.log
     assert (tmp_path / "steps1").read_text() == str(8 + LIMIT - 1)
     assert f"{LIMIT} times in a row" in two.log

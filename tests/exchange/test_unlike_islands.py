@@ -19,11 +19,10 @@ from fsdp_demo.exchange import run_specification
 from fsdp_demo.exchange.message import mean_rate
 from fsdp_demo.hosts.torch_params import TorchHost
 
-from ..support import threaded
 from ..support.accelerator import DEVICE, Accelerator, plug_in
+from ..support.heard import heard
 from ..support.inside import in_threads
-from ..support.threaded import values
-from ..support.two_layers import Net
+from ..support.two_layers import Net, attached
 
 Make = Callable[[Net], torch.optim.Optimizer]
 
@@ -36,42 +35,38 @@ def sgd(**options: Any) -> Make:
     return lambda net: torch.optim.SGD(net.parameters(), **{"lr": 0.01, **options})
 
 
-def in_groups(second: float) -> Make:
-    return lambda net: torch.optim.AdamW(
-        [{"params": net.a.parameters()}, {"params": net.b.parameters(), "weight_decay": second}],
-        lr=0.01,
-        weight_decay=0.1,
-    )
+def in_groups(decay: float) -> Make:
+    def make(net: Net) -> torch.optim.Optimizer:
+        second = {"params": net.b.parameters(), "weight_decay": decay}
+        groups = [{"params": net.a.parameters()}, second]
+        return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+
+    return make
 
 
 def scheduled(factor: float) -> Make:
     def make(net: Net) -> torch.optim.Optimizer:
-        optimizer = adamw(lr=0.01)(net)
+        optimizer = adamw()(net)
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor)
         return optimizer
 
     return make
 
 
-UNLIKE: dict[str, tuple[Make, Make, str]] = {
-    "class": (adamw(), sgd(), "optimizer0: {!r} here, {!r} there|AdamW|SGD"),
-    "betas": (adamw(), adamw(betas=(0.5, 0.999)),
-        "optimizer0.group0.betas: {} here, {} there|[0.9, 0.999]|[0.5, 0.999]"),
-    "decay": (in_groups(0.1), in_groups(0.0),
-        "optimizer0.group1.weight_decay: {} here, {} there|0.1|0.0"),
-    "groups": (adamw(), in_groups(0.01), "optimizer0.groups: {} here, {} there|1|2"),
-    "eps": (adamw(), adamw(eps=1e-6), "optimizer0.group0.eps: {} here, {} there|1e-08|1e-06"),
-    "amsgrad": (adamw(), adamw(amsgrad=True),
-        "optimizer0.group0.amsgrad: {} here, {} there|False|True"),
-    "momentum": (sgd(momentum=0.9), sgd(momentum=0.8),
-        "optimizer0.group0.momentum: {} here, {} there|0.9|0.8"),
-    "nesterov": (sgd(momentum=0.9), sgd(momentum=0.9, nesterov=True),
-        "optimizer0.group0.nesterov: {} here, {} there|False|True"),
-    "lr": (adamw(), adamw(lr=0.02), "optimizer0.group0.lr: {} here, {} there|0.01|0.02"),
-    "lr in a tensor": (adamw(), adamw(lr=torch.tensor(0.02)),
-        "optimizer0.group0.lr: {} here, {} there|0.01|0.02"),
-    "schedule": (scheduled(1.0), scheduled(0.5),
-        "optimizer0.group0.lr: {} here, {} there|0.01|0.005"),
+GROUP = "optimizer0.group0"
+UNLIKE: dict[str, tuple[Make, Make, str, Any, Any]] = {
+    "class": (adamw(), sgd(), "optimizer0", "'AdamW'", "'SGD'"),
+    "betas": (adamw(), adamw(betas=(0.5, 0.999)), f"{GROUP}.betas", [0.9, 0.999], [0.5, 0.999]),
+    "decay": (in_groups(0.1), in_groups(0.0), "optimizer0.group1.weight_decay", 0.1, 0.0),
+    "groups": (adamw(), in_groups(0.01), "optimizer0.groups", 1, 2),
+    "eps": (adamw(), adamw(eps=1e-6), f"{GROUP}.eps", 1e-08, 1e-06),
+    "amsgrad": (adamw(), adamw(amsgrad=True), f"{GROUP}.amsgrad", False, True),
+    "momentum": (sgd(momentum=0.9), sgd(momentum=0.8), f"{GROUP}.momentum", 0.9, 0.8),
+    "nesterov": (sgd(momentum=0.9), sgd(momentum=0.9, nesterov=True), f"{GROUP}.nesterov", False,
+        True),
+    "lr": (adamw(), adamw(lr=0.02), f"{GROUP}.lr", 0.01, 0.02),
+    "lr in a tensor": (adamw(), adamw(lr=torch.tensor(0.02)), f"{GROUP}.lr", 0.01, 0.02),
+    "schedule": (scheduled(1.0), scheduled(0.5), f"{GROUP}.lr", 0.01, 0.005),
 }  # fmt: skip
 ALIKE: dict[str, tuple[Make, Make]] = {
     "kernels": (adamw(foreach=True), adamw(foreach=False)),
@@ -81,26 +76,22 @@ ALIKE: dict[str, tuple[Make, Make]] = {
 CONFIG = preset("full", clip=None)
 
 
-@pytest.fixture
-def islands(run_ranks: Any) -> Callable[..., list[Any]]:
-    return lambda fn, count=2: run_ranks(
-        lambda me: values(threaded.islands(lambda i, topology: fn(topology), count)), 1, 1
-    )[0]
+def refused(kind: Any, make: Make, topology: Any, match: str = "runs something else") -> str:
+    """What the error says of the islands' models and optimizers."""
+    with pytest.raises(ValueError, match=match) as error:
+        attached(CONFIG, topology, make, kind(topology))
+    return str(error.value)
 
 
 @in_threads()
 def test_attach_unlike_optimizers_refused(island: int, topology: Any) -> None:
     """Optimizers that differ between islands are refused with both values."""
-    for name, (*makes, form) in UNLIKE.items():
-        text, *sides = form.split("|")
-        net = Net(topology)
-        with pytest.raises(ValueError, match="runs something else") as error:
-            fsdp_demo.attach(makes[island](net), CONFIG, model=net, topology=topology)
-        said = text.format(sides[island], sides[1 - island])
-        assert said in str(error.value), (name, str(error.value))
+    for name, (one, two, what, *sides) in UNLIKE.items():
+        text = refused(Net, (one, two)[island], topology)
+        here, there = sides[island], sides[1 - island]
+        assert f"{what}: {here} here, {there} there" in text, (name, text)
     for name, alike in ALIKE.items():
-        net = Net(topology)
-        exchange = fsdp_demo.attach(alike[island](net), CONFIG, model=net, topology=topology)
+        _, _, exchange = attached(CONFIG, topology, alike[island])
         assert exchange._queue.watch.unlike is False, name
         exchange.detach()
 
@@ -163,17 +154,14 @@ APART: list[tuple[type[Net], Make, str, str]] = [
 def test_attach_unlike_parameters_named(island: int, topology: Any) -> None:
     """The error names the first parameter that differs between islands."""
     for kind, make, form, both in APART:
-        net, sides = kind(topology), both.split("|")
-        with pytest.raises(ValueError, match="runs something else") as error:
-            fsdp_demo.attach(make(net), CONFIG, model=net, topology=topology)
-        text = str(error.value)
+        sides, text = both.split("|"), refused(kind, make, topology)
         assert all(part.strip() in text for part in form.format("|", "|").split("|")), text
         assert text.index(sides[island]) < text.rindex(sides[1 - island]), text
     low = Net(topology).to(torch.bfloat16 if island else torch.float32)
     mine, theirs = ("bfloat16", "float32") if island else ("float32", "bfloat16")
     said = rf"a.weight \[64, 66\] {mine}, trained here, a.weight \[64, 66\] {theirs}"
     with pytest.raises(ValueError, match=said):
-        fsdp_demo.attach(sgd()(low), CONFIG, model=low, topology=topology)
+        attached(CONFIG, topology, sgd(), low)
 
 
 class Odd(Net):
@@ -196,41 +184,36 @@ NAMED = (
 @in_threads(3)
 def test_attach_unlike_island_named_to_all(island: int, topology: Any) -> None:
     """Each of three islands gets an error that names one that differs."""
-    net = Odd(topology)
-    with pytest.raises(ValueError) as error:
-        fsdp_demo.attach(sgd()(net), CONFIG, model=net, topology=topology)
-    assert all(part in str(error.value) for part in NAMED[island]), str(error.value)
+    text = refused(Odd, sgd(), topology, "")
+    assert all(part in text for part in NAMED[island]), text
 
 
 place = threading.local()  # whose island a thread is
+MACHINE = run_specification.machine
 
 
-def test_attach_unlike_machines_logged(islands: Any, everywhere: Any) -> None:
+@in_threads()
+def test_attach_unlike_machines_logged(topology: Any) -> None:
     """One line of the log says how the machines of the islands differ."""
-    assert set(run_specification.machine(torch.device("cpu"))) == {"torch", "device", "processor"}
+    assert set(MACHINE(torch.device("cpu"))) == {"torch", "device", "processor"}
 
     def machine(device: torch.device) -> dict[str, str]:
         return {"torch": f"2.{place.island}", "device": "cpu", "processor": f"kind {place.island}"}
 
-    everywhere.setattr(run_specification, "machine", machine)
-
-    def run(topology: Any) -> None:
-        place.island, thread, lines = topology.island, threading.get_ident(), []
-        handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record: (
-            lines.append(record.getMessage()) if record.thread == thread else None
-        )  # type: ignore[method-assign]
-        logging.getLogger("fsdp_demo").addHandler(handler)
-        net = Net(topology)
-        exchange = fsdp_demo.attach(sgd()(net), CONFIG, model=net, topology=topology)
-        me, you = topology.island, 1 - topology.island
-        (line,) = lines
-        assert f"has processor kind {you}, here it is kind {me}" in line
-        assert f"has torch 2.{you}, here it is 2.{me}" in line
-        assert "last bit" in line and exchange._queue.watch.unlike is True
-        exchange.detach()
-
-    islands(run)
+    run_specification.machine = machine  # of a process of its own
+    place.island, thread, lines = topology.island, threading.get_ident(), list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: (
+        lines.append(record.getMessage()) if record.thread == thread else None
+    )  # type: ignore[method-assign]
+    logging.getLogger("fsdp_demo").addHandler(handler)
+    _, _, exchange = attached(CONFIG, topology, sgd())
+    me, you = topology.island, 1 - topology.island
+    (line,) = lines
+    assert f"has processor kind {you}, here it is kind {me}" in line
+    assert f"has torch 2.{you}, here it is 2.{me}" in line
+    assert "last bit" in line and exchange._queue.watch.unlike is True
+    exchange.detach()
 
 
 RATES: dict[str, Callable[[int, int], Any]] = {
@@ -246,14 +229,8 @@ RATES: dict[str, Callable[[int, int], Any]] = {
 
 def steps_at(rate: Callable[[int, int], Any], config: Any, topology: Any) -> list[str]:
     """60 steps at these rates; the warnings of all islands about them, on the first."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    if topology.island == 0:
-        logging.getLogger("fsdp_demo").addHandler(handler)
-    net = Net(topology)
-    optimizer = adamw()(net)
-    exchange = fsdp_demo.attach(optimizer, config, model=net, topology=topology)
+    lines = heard() if topology.island == 0 else []
+    net, optimizer, exchange = attached(config, topology, adamw())
     try:
         for step in range(60):
             optimizer.param_groups[0]["lr"] = rate(topology.island, step)
@@ -264,22 +241,18 @@ def steps_at(rate: Callable[[int, int], Any], config: Any, topology: Any) -> lis
     except Mismatch as error:
         assert "replicas are no longer equal" in str(error)
         exchange.detach()
-    logging.getLogger("fsdp_demo").removeHandler(handler)
     return [line for line in lines if "learning rates differ" in line]
 
 
-def test_learning_rates_drift_warned_once(islands: Any) -> None:
+@in_threads()
+def test_learning_rates_drift_warned_once(topology: Any) -> None:
     """Learning rates that drift apart are warned of once."""
-
-    def run(topology: Any) -> list[list[str]]:
-        config = preset("diloco", period=5, clip=None)
-        out = [steps_at(rate, config, topology) for rate in RATES.values()]
-        return [*out, steps_at(RATES["apart"], CONFIG, topology)]
-
-    said = dict(zip([*RATES, "full"], islands(run)[0], strict=True))
+    config = preset("diloco", period=5, clip=None)
+    said = {case: steps_at(rate, config, topology) for case, rate in RATES.items()}
+    said["full"] = steps_at(RATES["apart"], CONFIG, topology)
     for case, step in {"apart": 5, "apart later": 25, "tensors": 5, "full": 1}.items():
         both = said.pop(case)
-        assert len(both) == 2, (case, both)  # one of each island
+        assert topology.island or len(both) == 2, (case, both)  # one of each island
         assert all(f"differ at step {step}: 5e-05 on island 1" in line for line in both)
         assert all("0.0001 on island 0" in line for line in both)
     assert not any(said.values())

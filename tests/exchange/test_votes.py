@@ -36,6 +36,10 @@ class Votes:
         self.model = probe.Probe(only=["bias", "one"])
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.exchange = fsdp_demo.attach(self.optimizer, config, model=self.model)
+        self.note()
+
+    def note(self) -> None:
+        """From here on."""
         self.voted: list[int] = []
         self.agreed: list[int] = []
         pace = self.exchange._runtime._pace
@@ -189,13 +193,10 @@ def test_vote_first_step_after_resume(me: Any) -> None:
     state = votes.exchange.state_dict()
     votes.exchange.detach()
     os.environ["ISLAND_RUN"] += "-again"
-    again = Votes.__new__(Votes)
-    again.__dict__.update(votes.__dict__)
-    again.exchange = fsdp_demo.attach(again.optimizer, FAR, model=again.model, state=state, step=5)
-    pace, seen = again.exchange._runtime._pace, []
-    agree = pace.agreed
-    pace.agreed = lambda slowest: (agree(slowest), seen.append(again.exchange.step))
+    given = {"model": votes.model, "state": state, "step": 5}
+    votes.exchange = fsdp_demo.attach(votes.optimizer, FAR, **given)
+    votes.note()
     for _ in range(3):
-        again.step()
-    again.exchange.detach()
-    assert seen[:2] == [6, 7]
+        votes.step()
+    votes.exchange.detach()
+    assert votes.voted[:2] == [6, 7]

@@ -13,7 +13,7 @@ import fsdp_demo
 from fsdp_demo import preset
 
 from ..support.inside import in_threads
-from ..support.two_layers import Net, equal, sgd
+from ..support.two_layers import Net, attached, equal, two
 
 AS_IS: dict[str, Any] = {"inner_optimizers": "as_is"}
 PRESETS = {
@@ -42,8 +42,12 @@ class Counted:
         return loss
 
 
-def momentum(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+def momentum(net: Net) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+
+
+def muon(net: Net) -> torch.optim.Optimizer:
+    return fsdp_demo.MuonAdamW(net.named_parameters(), lr=0.01)
 
 
 @in_threads()
@@ -51,12 +55,11 @@ def test_closure_one_backward_per_step_and_equal_parameters(topology: Any) -> No
     """A closure is called once per step, and ends with the parameters of a step without one: by
     keyword, by position, and not at all, from within no_grad as well; `clip` is obeyed.
     """
-    for name, config in PRESETS.items():
+    cases = [(name, config, momentum) for name, config in PRESETS.items()]
+    for name, config, inner in (*cases, ("MuonAdamW", preset("full", clip=0.1), muon)):
         ends = []
         for way in ("keyword", "position", "plain"):
-            net = Net(topology)
-            optimizer = momentum(net.parameters())
-            exchange = fsdp_demo.attach(optimizer, config, model=net, topology=topology)
+            net, optimizer, exchange = attached(config, topology, inner)
             closure = Counted(net, optimizer)
             for t in range(4):
                 if way == "plain":
@@ -64,11 +67,10 @@ def test_closure_one_backward_per_step_and_equal_parameters(topology: Any) -> No
                     optimizer.step(closure=None)
                     continue
                 with torch.set_grad_enabled(t != 1):
-                    loss = (
-                        optimizer.step(closure=closure)
-                        if way == "keyword"
-                        else optimizer.step(closure)
-                    )
+                    if way == "keyword":
+                        loss = optimizer.step(closure=closure)
+                    else:
+                        loss = optimizer.step(closure)
                 assert closure.calls == t + 1 == exchange.step, (name, way)
                 assert isinstance(loss, torch.Tensor), (name, way)
             exchange.finish()
@@ -76,49 +78,9 @@ def test_closure_one_backward_per_step_and_equal_parameters(topology: Any) -> No
         assert equal(ends[0], ends[2]) and equal(ends[1], ends[2]), name
 
 
-@in_threads()
-def test_closure_is_clipped(topology: Any) -> None:
-    """Gradients of a closure are clipped: the step moves as little as `clip` says."""
-    net = Net(topology)
-    optimizer = sgd(net.parameters(), 1.0)
-    exchange = fsdp_demo.attach(
-        optimizer, preset("diloco", period=50, clip=0.01, **AS_IS), topology=topology
-    )
-    before = net.copies()
-    optimizer.step(Counted(net, optimizer))
-    moved = (
-        sum(float((a - b).square().sum()) for a, b in zip(net.copies(), before, strict=True)) ** 0.5
-    )
-    assert moved == pytest.approx(0.01, rel=1e-3)
-    exchange.detach()
-
-
-@in_threads()
-def test_closure_of_muon_adamw(topology: Any) -> None:
-    """A closure serves the combined optimizer of Muon and AdamW."""
-    ends = []
-    for closures in (True, False):
-        net = Net(topology)
-        optimizer = fsdp_demo.MuonAdamW(net.named_parameters(), lr=0.01)
-        exchange = fsdp_demo.attach(optimizer, "full", clip=0.1, model=net, topology=topology)
-        closure = Counted(net, optimizer)
-        for t in range(3):
-            if closures:
-                optimizer.step(closure)
-            else:
-                closure()
-                optimizer.step()
-            assert (closure.calls, exchange.step) == (t + 1, t + 1)
-        ends.append(net.copies())
-        exchange.finish()
-    assert equal(*ends)
-
-
 def test_closure_of_steps_that_do_not_count() -> None:
     """Steps in a pause and after detach() keep their closure."""
-    net = Net(fsdp_demo.Topology())
-    optimizer = momentum(net.parameters())
-    exchange = fsdp_demo.attach(optimizer, "full", model=net)
+    net, optimizer, exchange = attached("full", inner=momentum)
     closure = Counted(net, optimizer)
     with exchange.paused():
         optimizer.step(closure)
@@ -131,8 +93,8 @@ def test_closure_of_steps_that_do_not_count() -> None:
 class Twice(torch.optim.Optimizer):
     """Sharpness-aware, in short: asks for gradients two times."""
 
-    def __init__(self, params: Any, lr: float):
-        super().__init__(params, {"lr": lr})
+    def __init__(self, net: Net):
+        super().__init__(net.parameters(), {"lr": 0.01})
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         loss = closure()
@@ -147,34 +109,23 @@ def test_closure_called_twice_by_the_optimizer() -> None:
     """An optimizer that calls its closure twice is left alone where nothing needs gradients ahead
     of the step; elsewhere the second call would find stale ones.
     """
-    net = Net(fsdp_demo.Topology())
-    optimizer = Twice(net.parameters(), lr=0.01)
-    exchange = fsdp_demo.attach(
-        optimizer, preset("diloco", period=2, clip=None, **AS_IS), model=net
-    )
+    local = preset("diloco", period=2, clip=None, **AS_IS)
+    net, optimizer, exchange = attached(local, inner=Twice)
     closure = Counted(net, optimizer)
     optimizer.step(closure)
     assert (closure.calls, exchange.step) == (2, 1)
     exchange.finish()
-    other = Twice(net.parameters(), lr=0.01)
-    fsdp_demo.attach(other, "full", model=net)
+    _, other, _ = attached("full", inner=Twice, net=net)
     with pytest.raises(RuntimeError, match="calls its closure more than once"):
         other.step(closure)
 
 
 def test_closure_refused_for_several_optimizers_and_lbfgs() -> None:
     """A closure of one of several optimizers, and LBFGS, are refused."""
-    net = Net(fsdp_demo.Topology())
-    optimizers = [sgd(net.a.parameters()), sgd(net.b.parameters())]
-    exchange = fsdp_demo.attach(optimizers, "full", model=net)
+    net, optimizers, exchange = attached("full", inner=two)
     with pytest.raises(ValueError, match="several optimizers attached.*call backward first"):
         optimizers[0].step(Counted(net, optimizers[0]))
     exchange.detach()
     with pytest.raises(ValueError, match="LBFGS calls its closure several times"):
-        fsdp_demo.attach(
-            torch.optim.LBFGS(net.parameters()),
-            "diloco",
-            model=net,
-            clip=None,
-            inner_optimizers="as_is",
-        )
+        lbfgs = torch.optim.LBFGS(net.parameters())
+        fsdp_demo.attach(lbfgs, "diloco", model=net, clip=None, **AS_IS)

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-import fsdp_demo
 from fsdp_demo import preset
 
 from ..support.inside import in_threads
-from ..support.two_layers import AS_IS, Net, equal, sgd
+from ..support.two_layers import AS_IS, Net, attached, equal
 
 FULL = preset("full")
 DEMO = preset("demo", topk=8, **AS_IS)
@@ -26,15 +25,12 @@ def fixed_gradients(net: Net, t: int) -> None:
 
 @in_threads()
 def test_delay_of_a_gradient_is_tau_steps(topology: Any) -> None:
-    """A delayed gradient acts exactly tau steps later."""
-    for config in (FULL, DEMO):
+    """A delayed gradient acts exactly tau steps later, clipped where its mean is."""
+    for config in (FULL, FULL.changed({"clip": 0.1}), DEMO):
         histories = []
         for tau in (0, 1, 3):
-            net = Net(topology)
-            optimizer = sgd(net.parameters())
-            exchange = fsdp_demo.attach(
-                optimizer, config.changed({"schedule.delay": tau}), topology=topology
-            )
+            late = config.changed({"schedule.delay": tau})
+            net, optimizer, exchange = attached(late, topology)
             # before the first payload lands the parameters rest
             history = [net.copies()] * (tau + 1)
             for t in range(7):
@@ -45,6 +41,7 @@ def test_delay_of_a_gradient_is_tau_steps(topology: Any) -> None:
                     assert equal(history[0], net.copies())
                 else:
                     history.append(net.copies())
+                assert exchange.digests_equal()  # in flight, too
             assert exchange.metrics()["exchanges"] == 7
             exchange.flush()
             assert exchange.step == 7 and not exchange.state_dict()["in_flight"]
@@ -61,32 +58,11 @@ def test_delay_of_a_gradient_is_tau_steps(topology: Any) -> None:
 
 
 @in_threads()
-def test_flush_clips_a_delayed_mean(topology: Any) -> None:
-    """A mean that flush() brings is clipped as well."""
-    ends = []
-    for tau in (0, 2):
-        net = Net(topology)
-        optimizer = sgd(net.parameters(), 1.0)
-        exchange = fsdp_demo.attach(
-            optimizer, FULL.changed({"schedule.delay": tau, "clip": 0.1}), topology=topology
-        )
-        for t in range(4):
-            fixed_gradients(net, t)
-            optimizer.step()
-        exchange.flush()
-        ends.append(net.copies())
-        exchange.finish()
-    assert equal(*ends)
-
-
-@in_threads()
 def test_delay_of_a_delta_is_tau_steps(topology: Any) -> None:
     """A delayed delta acts exactly tau steps later. period 3, tau 2: sent after steps 3, 6, landed
     after steps 5, 8; flush brings what is left.
     """
-    net = Net(topology)
-    optimizer = sgd(net.parameters())
-    exchange = fsdp_demo.attach(optimizer, DILOCO.changed({"schedule.delay": 2}), topology=topology)
+    net, optimizer, exchange = attached(DILOCO.changed({"schedule.delay": 2}), topology)
     (channel,) = exchange.channels
     moved = []
     for t in range(9):
@@ -100,3 +76,4 @@ def test_delay_of_a_delta_is_tau_steps(topology: Any) -> None:
     exchange.flush()
     assert exchange.digests_equal()
     exchange.finish()
+    assert exchange.digests_equal()

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-import fsdp_demo
 from fsdp_demo import preset
 
 from ..support.inside import in_threads
-from ..support.two_layers import AS_IS, Net, equal, sgd
+from ..support.two_layers import AS_IS, Net, attached, equal, plain, step, two
 
 GRADIENTS = {
     "full": preset("full"),
@@ -47,32 +46,34 @@ class Failing:
             raise MemoryError("out of memory")
 
 
+def made(config, count=1, topology=None) -> tuple[Net, list[Any], Any, Failing]:
+    """A net, its optimizers (of each layer, if `count` is 2), its exchange, and what lets the last
+    optimizer fail.
+    """
+    net, optimizers, exchange = attached(
+        config, topology, two if count == 2 else lambda net: [plain(net)]
+    )
+    return net, optimizers, exchange, Failing(optimizers[-1])
+
+
 def trained(topology, config, recover, count=1) -> tuple[Net, Any]:
     """Five steps; in the third the last optimizer of island 1 fails, and `recover` goes on."""
-    net = Net(topology)
-    parts = [net.parameters()] if count == 1 else [net.a.parameters(), net.b.parameters()]
-    optimizers = [sgd(p) for p in parts]
-    exchange = fsdp_demo.attach(optimizers, config, model=net, topology=topology)
-    failing = Failing(optimizers[-1])
+    net, optimizers, exchange, failing = made(config, count, topology)
     for t in range(LIMIT):
         failing.armed = recover is not None and topology.island == 1 and t == 2
-        net.loss(t).backward()
         try:
-            for o in optimizers:
-                o.step()
+            step(optimizers, net.loss(t))
         except MemoryError:
             assert recover is not None and exchange.step == 2
             recover(net, optimizers, exchange)
-        for o in optimizers:
-            o.zero_grad()
+            net.zero_grad()
         assert exchange.step == t + 1
     return net, exchange
 
 
 def another_batch(net: Net, optimizers: list[Any], exchange: Any) -> None:
     """As loops do that catch an error: the batch is dropped."""
-    for o in optimizers:
-        o.zero_grad()
+    net.zero_grad()
     net.loss(77).backward()
     optimizers[-1].step()
 
@@ -82,8 +83,7 @@ def once_more(net: Net, optimizers: list[Any], exchange: Any) -> None:
 
 
 def emptied(net: Net, optimizers: list[Any], exchange: Any) -> None:
-    for o in optimizers:
-        o.zero_grad()
+    net.zero_grad()
     optimizers[-1].step()
 
 
@@ -124,20 +124,12 @@ def test_failed_step_delta(topology: Any, count: int) -> None:
             assert exchange.metrics()["exchanges"] == 2, (name, way)
 
 
-def alone(config, count=1):
-    net = Net(fsdp_demo.Topology())
-    parts = [net.parameters()] if count == 1 else [net.a.parameters(), net.b.parameters()]
-    optimizers = [sgd(p) for p in parts]
-    exchange = fsdp_demo.attach(optimizers, config, model=net)
-    return net, optimizers, exchange, Failing(optimizers[-1])
-
-
 def test_failed_step_refuses_overwritten_gradients() -> None:
     """Gradients that were overwritten behind a failed step are refused: they cannot come back, and
     islands would part. A preset that exchanges none takes the new ones.
     """
     for config in (*GRADIENTS.values(), *DELTAS.values()):
-        net, (optimizer,), exchange, failing = alone(config.changed({"schedule.delay": 0}))
+        net, (optimizer,), exchange, failing = made(config.changed({"schedule.delay": 0}))
         net.loss(0).backward()
         failing.armed = True
         with pytest.raises(MemoryError):
@@ -164,7 +156,7 @@ def test_failed_step_names_the_optimizer_that_failed(config: Any) -> None:
     """A second step of one optimizer is refused by an error that names the other one, which
     failed.
     """
-    net, (first, second), exchange, failing = alone(config, 2)
+    net, (first, second), exchange, failing = made(config, 2)
     for end in (second.step, exchange.skip):
         step = exchange.step
         net.loss(0).backward()
@@ -188,7 +180,7 @@ def test_failed_step_begun_again_sends_nothing_twice() -> None:
     more; a preset of deltas lets them.
     """
     for config in (*GRADIENTS.values(), *DELTAS.values()):
-        net, _, exchange, _ = alone(config)
+        net, _, exchange, _ = made(config)
         net.loss(0).backward()
         runtime = exchange._runtime
         if runtime.before():
@@ -210,24 +202,18 @@ def test_failed_step_is_forgotten_by_a_rollback(topology: Any, count: int) -> No
     for name, config in (GRADIENTS | DELTAS).items():
         undisturbed, exchange = trained(topology, config, None, count)
         exchange.finish()
-        net, kept = Net(topology), None
-        parts = [net.parameters()] if count == 1 else [net.a.parameters(), net.b.parameters()]
-        optimizers = [sgd(p) for p in parts]
-        exchange = fsdp_demo.attach(optimizers, config, model=net, topology=topology)
-        failing = Failing(optimizers[-1])
+        net, optimizers, exchange, failing = made(config, count, topology)
+        kept = None
         while exchange.step < LIMIT:
             if exchange.step == 2 and kept is None:
                 kept = copy.deepcopy((net.state_dict(), exchange.state_dict()))
                 failing.armed = True
-            net.loss(exchange.step).backward()
             try:
-                for o in optimizers:
-                    o.step()
+                step(optimizers, net.loss(exchange.step))
             except MemoryError:
                 assert kept is not None
                 net.load_state_dict(kept[0])
                 exchange.load_state_dict(kept[1])
-            for o in optimizers:
-                o.zero_grad()
+                net.zero_grad()
         exchange.finish()
         assert equal(net.copies(), undisturbed.copies()), name

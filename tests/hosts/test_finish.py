@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-import fsdp_demo
 from fsdp_demo import preset
 
 from ..support.inside import in_threads
-from ..support.two_layers import AS_IS, Net, equal, sgd
+from ..support.two_layers import AS_IS, attached, equal, sgd, step, train
 
 FULL = preset("full")
 DEMO = preset("demo", topk=8, **AS_IS)
@@ -21,17 +20,9 @@ DILOCO = preset("diloco", period=3, **AS_IS)
 @in_threads()
 def test_finish_may_be_called_twice(topology: Any) -> None:
     """finish() may be called twice, and training goes on after it."""
-    for config in (
-        FULL,
-        DILOCO,
-        preset("decoupled_momentum", rule="released", period=3, **AS_IS),
-    ):
-        net = Net(topology)
-        optimizer = sgd(net.parameters())
-        exchange = fsdp_demo.attach(optimizer, config, topology=topology)
-        for t in range(4):
-            net.loss(t).backward()
-            optimizer.step()
+    for config in (FULL, DILOCO, preset("decoupled_momentum", rule="released", period=3, **AS_IS)):
+        net, optimizer, exchange = attached(config, topology)
+        train(optimizer, net.loss, 4)
         exchange.finish()
         kept, metrics = net.copies(), exchange.metrics()
         exchange.finish()
@@ -49,7 +40,7 @@ def test_finish_may_be_called_twice(topology: Any) -> None:
         exchange.state_dict()
         exchange.detach()
         exchange.detach()
-        optimizer.step()
+        step(optimizer, net.loss(4))
         assert exchange.step == 4 and not equal(kept, net.copies())
 
 
@@ -59,21 +50,13 @@ def test_detach_leaves_a_plain_optimizer(topology: Any) -> None:
     nobody is waited for.
     """
     for config in (DEMO, DILOCO, DEMO.changed({"schedule.delay": 2})):
-        net = Net(topology)
-        optimizer = sgd(net.parameters())
-        exchange = fsdp_demo.attach(optimizer, config, topology=topology)
-        for t in range(4):
-            net.loss(t).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        net, optimizer, exchange = attached(config, topology)
+        train(optimizer, net.loss, 4)
         exchange.detach()
         twin = copy.deepcopy(net)
         other, messages = sgd(twin.parameters()), exchange.metrics()["messages"]
-        for t in range(4, 4 + 3 * (1 - topology.island)):  # island 0 alone
-            for n, o in ((net, optimizer), (twin, other)):
-                n.loss(t).backward()
-                o.step()
-                o.zero_grad()
+        for n, o in ((net, optimizer), (twin, other)):
+            train(o, n.loss, 4, 4 + 3 * (1 - topology.island))  # island 0 alone
         assert equal(net.copies(), twin.copies())
         assert exchange.metrics()["messages"] == messages
         assert exchange.step == 4

@@ -14,7 +14,7 @@ import torch
 import fsdp_demo
 from fsdp_demo import preset
 
-from ..support.two_layers import Net, equal
+from ..support.two_layers import Net, alone, attached, equal, train
 
 FULL = preset("full")
 LOCAL = preset("diloco", period=2, clip=None, inner_optimizers="as_is")
@@ -23,8 +23,8 @@ LOCAL = preset("diloco", period=2, clip=None, inner_optimizers="as_is")
 class Sam(torch.optim.Optimizer):
     """Sharpness-aware, in both forms: `first_step` and `second_step`, or `step(closure)`."""
 
-    def __init__(self, params: Any, inner: str = "base_optimizer"):
-        super().__init__(params, {"lr": 0.01})
+    def __init__(self, net: Net, inner: str = "base_optimizer"):
+        super().__init__(net.parameters(), {"lr": 0.01})
         setattr(self, inner, torch.optim.SGD(self.param_groups, lr=0.01))
         self.inner = getattr(self, inner)
         self.param_groups = self.inner.param_groups
@@ -49,18 +49,18 @@ class Sam(torch.optim.Optimizer):
         self.go_back()
 
 
+def hidden(net: Net) -> Sam:
+    return Sam(net, "hidden")
+
+
 class TwoSteps(Sam):
-    def __init__(self, params: Any):
-        super().__init__(params, "hidden")
+    def __init__(self, net: Net):
+        super().__init__(net, "hidden")
 
     first_step, second_step = Sam.perturb, Sam.go_back
 
 
-def alone() -> Net:
-    return Net(fsdp_demo.Topology())
-
-
-def train(net: Net, optimizer: Any, steps: int = 4) -> list[torch.Tensor]:
+def both_forms(net: Net, optimizer: Any, steps: int = 4) -> list[torch.Tensor]:
     """Both forms in turns."""
     for t in range(steps):
         net.loss(t).backward()
@@ -77,47 +77,40 @@ def train(net: Net, optimizer: Any, steps: int = 4) -> list[torch.Tensor]:
 @pytest.mark.parametrize("config", [FULL, LOCAL], ids=["full", "diloco"])
 def test_inner_step_of_sam_is_refused(config: Any) -> None:
     """SAM, and optimizers that step in two halves, are refused with a cure."""
-    net = alone()
     with pytest.raises(ValueError, match=r"Sam steps another optimizer, SGD.*\.base_optimizer"):
-        fsdp_demo.attach(Sam(net.parameters()), config, model=net)
+        attached(config, inner=Sam)
     with pytest.raises(ValueError, match="TwoSteps takes a step in two halves"):
-        fsdp_demo.attach(TwoSteps(net.parameters()), config, model=net)
+        attached(config, inner=TwoSteps)
 
 
 def test_inner_step_of_sam_by_its_base_optimizer() -> None:
     """SAM's base optimizer, attached, trains as without an exchange."""
     net, other = alone(), alone()
-    optimizer = Sam(net.parameters())
+    optimizer = Sam(net)
     exchange = fsdp_demo.attach(optimizer.base_optimizer, FULL, model=net)
-    assert equal(train(net, optimizer), train(other, Sam(other.parameters())))
+    assert equal(both_forms(net, optimizer), both_forms(other, Sam(other)))
     assert exchange.step == 4
     exchange.finish()
 
 
-def test_inner_step_closure_behind_a_move_is_refused() -> None:
-    """A closure behind a move of parameters is refused. No name tells of it: the closure was called
-    ahead of the step, at other parameters.
-    """
-    net = alone()
-    optimizer = Sam(net.parameters(), "hidden")
-    fsdp_demo.attach(optimizer, FULL, model=net)
-    net.loss(0).backward()
-    with pytest.raises(RuntimeError, match="Sam has moved parameters or dropped gradients"):
-        optimizer.step(lambda: net.loss(0).backward())
-
-
 class Drops(torch.optim.SGD):
+    def __init__(self, net: Net):
+        super().__init__(net.parameters(), lr=0.01)
+
     def step(self, closure: Any = None) -> Any:
         self.zero_grad()
         return super().step(closure)
 
 
-def test_inner_step_closure_behind_zero_grad_is_refused() -> None:
-    """A closure behind zero_grad is refused."""
-    net = alone()
-    optimizer = Drops(net.parameters(), lr=0.01)
-    fsdp_demo.attach(optimizer, FULL, model=net)
-    with pytest.raises(RuntimeError, match="Drops has moved parameters or dropped gradients"):
+@pytest.mark.parametrize("inner", [hidden, Drops])
+def test_inner_step_closure_behind_a_change_is_refused(inner: Any) -> None:
+    """A closure behind a move of parameters, or behind zero_grad, is refused. No name tells of it:
+    the closure was called ahead of the step, at other parameters.
+    """
+    net, optimizer, _ = attached(FULL, inner=inner)
+    net.loss(0).backward()
+    said = f"{type(optimizer).__name__} has moved parameters or dropped gradients"
+    with pytest.raises(RuntimeError, match=said):
         optimizer.step(lambda: net.loss(0).backward())
 
 
@@ -129,13 +122,8 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[], int]:
 
 def test_inner_step_never_called_is_said_once(said: Callable[[], int]) -> None:
     """A step of the attached optimizer that is never called is said once."""
-    net = alone()
-    optimizer = Sam(net.parameters(), "hidden")
-    exchange = fsdp_demo.attach(optimizer, LOCAL, model=net)
-    for t in range(30):
-        net.loss(t).backward()
-        optimizer.inner.step()
-        optimizer.zero_grad()
+    net, optimizer, exchange = attached(LOCAL, inner=hidden)
+    train(optimizer.inner, net.loss, 30)
     assert (exchange.step, said()) == (0, 1)
     with pytest.raises(ValueError, match="step.. of the attached optimizer was not called once"):
         exchange.finish()
@@ -154,9 +142,7 @@ def test_inner_step_counts_passes_of_kept_gradients(said: Callable[[], int]) -> 
 
 def test_inner_step_warning_not_for_micro_batches(said: Callable[[], int]) -> None:
     """Micro-batches followed by steps cause no warning."""
-    net = alone()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    exchange = fsdp_demo.attach(optimizer, FULL, model=net)
+    net, optimizer, exchange = attached(FULL)
     for _ in range(30):
         for t in range(3):
             net.loss(t).backward()
@@ -171,8 +157,7 @@ def test_inner_step_warning_not_for_micro_batches(said: Callable[[], int]) -> No
 
 def test_inner_step_warning_not_before_the_first_step(said: Callable[[], int]) -> None:
     """Many micro-batches before the first step cause no warning."""
-    net = alone()
-    exchange = fsdp_demo.attach(torch.optim.SGD(net.parameters(), lr=0.01), FULL, model=net)
+    net, _, exchange = attached(FULL)
     for t in range(100):
         net.loss(t).backward()
     assert said() == 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import os
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from fsdp_demo.hosts.sharded_muon import ShardedMuon
 from fsdp_demo.tools.planner import choosing
 
 from ..support.inside import in_ranks
+from ..support.probe import whole
+from ..support.two_layers import step
 
 
 class Tiny(nn.Module):
@@ -49,24 +52,13 @@ def two(model: nn.Module, kind: Any = torch.optim.Muon) -> list[torch.optim.Opti
     named = dict(model.named_parameters())
     matrices = [(n, named.pop(n)) for n in MATRICES]
     muon = kind(matrices, lr=0.02, momentum=0.9, weight_decay=1e-4)
-    return [
-        muon,
-        torch.optim.AdamW(
-            list(named.items()), lr=4e-4 * 0.02 / 0.0224, betas=(0.9, 0.95), weight_decay=1e-4
-        ),
-    ]
+    rest = dict(lr=4e-4 * 0.02 / 0.0224, betas=(0.9, 0.95), weight_decay=1e-4)
+    return [muon, torch.optim.AdamW(list(named.items()), **rest)]
 
 
 def loss(model: nn.Module, t: int, island: int = 0) -> torch.Tensor:
     x = torch.randint(0, 11, (8, 5), generator=torch.Generator().manual_seed(100 * island + t))
     return nn.functional.cross_entropy(model(x).flatten(0, 1), (x.flatten() * 3 + 1) % 11)
-
-
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
-        for n, p in model.named_parameters()
-    }
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -79,24 +71,16 @@ def test_muon_adamw_is_its_two_parts() -> None:
     one, parts = MuonAdamW(a.named_parameters(), lr=0.02), two(b)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (one, *parts)]
     for t in range(5):
-        for model, optimizers in ((a, [one]), (b, parts)):
-            loss(model, t).backward()
-            for o in optimizers:
-                o.step()
-                o.zero_grad()
+        step([one], loss(a, t))
+        step(parts, loss(b, t))
         for s in schedules:
             s.step()
     assert equal(whole(a), whole(b))
-    assert (
-        [g["lr"] for g in one.param_groups]
-        == [g["lr"] for o in parts for g in o.param_groups]
-        != [0.02]
-    )
+    rates = [g["lr"] for g in one.param_groups]
+    assert rates == [g["lr"] for o in parts for g in o.param_groups] != [0.02]
     kept = {n: set(one.state[p]) for n, p in a.named_parameters()}
-    assert all(
-        kept[n] == ({"momentum_buffer"} if n in MATRICES else {"step", "exp_avg", "exp_avg_sq"})
-        for n in kept
-    )
+    moments = {"step", "exp_avg", "exp_avg_sq"}
+    assert all(k == ({"momentum_buffer"} if n in MATRICES else moments) for n, k in kept.items())
 
 
 def test_muon_adamw_state_dict_reads_back() -> None:
@@ -104,9 +88,7 @@ def test_muon_adamw_state_dict_reads_back() -> None:
     a = Tiny()
     one = MuonAdamW(a.named_parameters(), lr=0.02)
     for t in range(3):
-        loss(a, t).backward()
-        one.step()
-        one.zero_grad()
+        step(one, loss(a, t))
     file = io.BytesIO()
     torch.save({"model": a.state_dict(), "optimizer": one.state_dict()}, file)
     file.seek(0)
@@ -116,8 +98,7 @@ def test_muon_adamw_state_dict_reads_back() -> None:
     b.load_state_dict(saved["model"])
     again.load_state_dict(copy.deepcopy(saved["optimizer"]))
     for model, o in ((a, one), (b, again)):
-        loss(model, 3).backward()
-        o.step()
+        step(o, loss(model, 3))
     assert equal(whole(a), whole(b))
 
 
@@ -126,15 +107,14 @@ def test_muon_adamw_arguments() -> None:
     with pytest.raises(ValueError, match="named_parameters"):
         MuonAdamW(Tiny().parameters())
     only = MuonAdamW([("layers.0.bias", nn.Parameter(torch.ones(3)))])
-    assert [type(p).__name__ for p in only.parts] == ["AdamW"]
     patterns = MuonAdamW(Tiny().named_parameters(), adamw=("*",))
-    assert [type(p).__name__ for p in patterns.parts] == ["AdamW"]
+    for optimizer in (only, patterns):
+        assert [type(p).__name__ for p in optimizer.parts] == ["AdamW"]
     optimizer = fsdp_demo.base_optimizer(preset("muloco"), Tiny().named_parameters())
     assert isinstance(optimizer, MuonAdamW)
-    assert optimizer.param_groups[0]["lr"] == 0.0224
-    assert optimizer.param_groups[1]["lr"] == 4e-4
-    assert optimizer.param_groups[0]["momentum"] == 0.9
-    assert optimizer.param_groups[0]["weight_decay"] == 1e-4
+    muon, adamw = optimizer.param_groups[:2]
+    assert (muon["lr"], muon["momentum"], muon["weight_decay"]) == (0.0224, 0.9, 1e-4)
+    assert adamw["lr"] == 4e-4
 
 
 @pytest.mark.parametrize("islands, procs", [(2, 1), (2, 2)])
@@ -142,11 +122,8 @@ def test_muon_adamw_arguments() -> None:
 def test_muon_adamw_trains_as_two_optimizers(me, islands, procs):
     """Two optimizers and the combined one train alike under an exchange."""
 
-    def train(me: Any, combined: bool) -> dict[str, torch.Tensor]:
-        import os
-
-        from torch.distributed.fsdp import fully_shard
-
+    ends = []
+    for combined in (True, False):
         os.environ["ISLAND_RUN"] += "+"
         model = Tiny()
         if procs > 1:
@@ -155,21 +132,13 @@ def test_muon_adamw_trains_as_two_optimizers(me, islands, procs):
         made = [MuonAdamW(model.named_parameters(), lr=0.02)] if combined else two(model, kind)
         config = preset("muloco", period=3, value_dtype="int4")
         exchange = fsdp_demo.attach(made if len(made) > 1 else made[0], config, model=model)
-        equal_at = []
         for t in range(7):
-            loss(model, t, me.rank).backward()
-            for o in made:
-                o.step()
-                o.zero_grad()
-            equal_at.append(exchange.digests_equal())
-        assert equal_at == [(t + 1) % 3 == 0 for t in range(7)]
+            step(made, loss(model, t, me.rank))
+            assert exchange.digests_equal() == ((t + 1) % 3 == 0)
         exchange.finish()
         assert exchange.digests_equal()
-        return whole(model)
-
-    one = train(me, True)
-    parts = train(me, False)
-    assert equal(one, parts)
+        ends.append(whole(model))
+    assert equal(*ends)
 
 
 def test_muon_adamw_desloc_averages_states_of_each_part(run_ranks):
@@ -180,28 +149,16 @@ def test_muon_adamw_desloc_averages_states_of_each_part(run_ranks):
     def run(me):
         model = Tiny()
         optimizer = MuonAdamW(model.named_parameters(), lr=0.02)
-        config = preset(
-            "desloc",
-            embeddings=True,
-            period=2,
-            states={"momentum_buffer": 1, "exp_avg": 2, "exp_avg_sq": 4},
-        )
+        clocks = {"momentum_buffer": 1, "exp_avg": 2, "exp_avg_sq": 4}
+        config = preset("desloc", embeddings=True, period=2, states=clocks)
         exchange = fsdp_demo.attach(optimizer, config, model=model)
-        covered = {
-            c.channel.name: [exchange.host.params[i].name for i in c.covered]
-            for c in exchange.channels
-        }
+        params = exchange.host.params
+        covered = {c.channel.name: [params[i].name for i in c.covered] for c in exchange.channels}
         states = []
         for t in range(8):
-            loss(model, t, me.island).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            states.append(
-                {
-                    n: {k: v.clone() for k, v in optimizer.state[p].items()}
-                    for n, p in model.named_parameters()
-                }
-            )
+            step(optimizer, loss(model, t, me.island))
+            named = model.named_parameters()
+            states.append({n: copy.deepcopy(optimizer.state[p]) for n, p in named})
         exchange.detach()
         return covered, states
 
@@ -210,26 +167,22 @@ def test_muon_adamw_desloc_averages_states_of_each_part(run_ranks):
     assert set(covered["exp_avg"]) == set(covered["parameter"]) - set(MATRICES)
     for t in range(8):
         for name, every in (("momentum_buffer", 2), ("exp_avg", 4), ("exp_avg_sq", 8)):
-            both = [n for n in a[t] if name in a[t][n]]
-            assert all(
-                torch.equal(a[t][n][name], b[t][n][name]) == ((t + 1) % every == 0) for n in both
-            ), (t, name)
+            for n in a[t]:
+                if name in a[t][n]:
+                    same = torch.equal(a[t][n][name], b[t][n][name])
+                    assert same == ((t + 1) % every == 0), (t, name)
 
 
-def test_muon_desloc_refuses_a_missing_state(monkeypatch) -> None:
+def test_muon_desloc_refuses_a_missing_state() -> None:
     """A channel of a state that no parameter has is refused."""
-    monkeypatch.delenv("ISLAND_COUNT", raising=False)
     model = Tiny()
-    with pytest.raises(
-        ValueError, match="'exp_avg', but no covered parameter has it .found: momentum_buffer"
-    ):
-        fsdp_demo.attach(
-            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "desloc", model=model
-        )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    said = "'exp_avg', but no covered parameter has it .found: momentum_buffer"
+    with pytest.raises(ValueError, match=said):
+        fsdp_demo.attach(optimizer, "desloc", model=model)
+    optimizer = torch.optim.RMSprop(model.parameters())
     with pytest.raises(ValueError, match="found: none yet"):
-        fsdp_demo.attach(
-            torch.optim.RMSprop(model.parameters()), "desloc", model=model, states={"square_avg": 3}
-        )
+        fsdp_demo.attach(optimizer, "desloc", model=model, states={"square_avg": 3})
 
 
 def test_muon_muloco_refused_for_adamw_alone() -> None:

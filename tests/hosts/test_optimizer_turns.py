@@ -12,7 +12,7 @@ import fsdp_demo
 from fsdp_demo import preset
 
 from ..support.inside import in_ranks
-from ..support.two_layers import AS_IS, Net, sgd
+from ..support.two_layers import AS_IS, Net, attached, train, two
 
 LATE = r"gradients of optimizer 1 are new, or were changed.*all backward passes first.*each alone"
 NEEDED = {
@@ -28,9 +28,7 @@ def test_turns_refuse_a_backward_between_two_steps(kind: str, there: bool) -> No
     """A backward between the steps of two optimizers is refused: its gradients would be neither
     exchanged nor clipped. Those of the second optimizer may be there already, or be new.
     """
-    net = Net(fsdp_demo.Topology())
-    first, second = sgd(net.a.parameters()), sgd(net.b.parameters())
-    exchange = fsdp_demo.attach([first, second], NEEDED[kind], model=net)
+    net, (first, second), exchange = attached(NEEDED[kind], inner=two)
     net.loss(0).backward()
     if not there:
         second.zero_grad()
@@ -45,15 +43,13 @@ def test_turns_refuse_a_backward_between_two_steps(kind: str, there: bool) -> No
     exchange.detach()
 
 
-def test_turns_accept_writes_that_are_no_backward(kind: str = "full") -> None:
+def test_turns_accept_writes_that_are_no_backward() -> None:
     """Writes that are no new gradient are accepted: the exchange and clipping write into gradients;
     a loop may empty those of who has stepped, or of both; where gradients are left alone nobody
     asks.
     """
     for config in (*NEEDED.values(), preset("full", clip=1e-3)):
-        net = Net(fsdp_demo.Topology())
-        first, second = sgd(net.a.parameters()), sgd(net.b.parameters())
-        exchange = fsdp_demo.attach([first, second], config, model=net)
+        net, (first, second), exchange = attached(config, inner=two)
         for t in range(4):
             net.loss(t).backward()
             first.step()
@@ -64,12 +60,9 @@ def test_turns_accept_writes_that_are_no_backward(kind: str = "full") -> None:
             second.zero_grad()
         assert exchange.step == 4
         exchange.detach()
-    net = Net(fsdp_demo.Topology())
-    first, second = sgd(net.a.parameters()), sgd(net.b.parameters())
-    exchange = fsdp_demo.attach([first, second], preset("diloco", period=2, **AS_IS), model=net)
-    for optimizer in (first, second):
-        net.loss(0).backward()
-        optimizer.step()
+    net, optimizers, exchange = attached(preset("diloco", period=2, **AS_IS), inner=two)
+    for optimizer in optimizers:
+        train(optimizer, net.loss, 1)
     assert exchange.step == 1
     exchange.detach()
 
@@ -84,9 +77,8 @@ def test_turns_under_fsdp2(me: Any) -> None:
     for there in (True, False):
         net = Net(fsdp_demo.Topology(island=me.island))
         fully_shard(net, mesh=me.mesh())
-        first, second = sgd(net.a.parameters()), sgd(net.b.parameters())
         os.environ["ISLAND_RUN"] += "+"
-        exchange = fsdp_demo.attach([first, second], "full", model=net)
+        _, (first, second), exchange = attached("full", inner=two, net=net)
         x = torch.ones(2, 66)
         net(x).sum().backward()
         first.step()

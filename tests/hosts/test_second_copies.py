@@ -6,19 +6,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-import fsdp_demo
 from fsdp_demo import preset
 from fsdp_demo.hosts.torch_params import TorchHost
 
 from ..support import threaded
 from ..support.heard import heard
+from ..support.inside import in_ranks
 from ..support.threaded import values
-from ..support.two_layers import Net, attached, sgd
+from ..support.two_layers import Net, alone, attached, sgd, train
 
 AS_IS: dict[str, Any] = {"inner_optimizers": "as_is"}
 FULL = preset("full")
@@ -94,8 +95,9 @@ COPIES: dict[str, tuple[Callable[[Any], Any], str]] = {
 }  # fmt: skip
 
 
-def alone() -> Net:
-    return Net(fsdp_demo.Topology())
+def of(make: Callable[[Any], Any]) -> Callable[[Net], Any]:
+    """What makes the optimizer of a net."""
+    return lambda net: make(net.parameters())
 
 
 @pytest.mark.parametrize("name", COPIES)
@@ -105,38 +107,26 @@ def test_second_copy_refused_where_parameters_are_written(name: str) -> None:
     """
     make, words = COPIES[name]
     for config in WRITES.values():
-        net = alone()
         with pytest.raises(ValueError, match=f"(?s){words}.*exchanges gradients, such as full"):
-            fsdp_demo.attach(make(net.parameters()), config, model=net)
-    net = alone()
-    optimizer = make(net.parameters())
-    exchange = fsdp_demo.attach(optimizer, FULL, model=net)
-    for t in range(4):
-        net.loss(t).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+            attached(config, inner=of(make))
+    net, optimizer, exchange = attached(FULL, inner=of(make))
+    train(optimizer, net.loss, 4)
     assert exchange.step == 4
     exchange.finish()
 
 
 def test_second_copy_absent_optimizers_are_taken() -> None:
     """Optimizers without a second copy are taken."""
-    for make in (
-        lambda p: FusedAdam(p, master_weights=False),
-        lambda p: Accelerated(sgd(p)),
-        named("Prodigy"),
-        named("DAdaptAdam"),
-    ):
-        net = alone()
-        fsdp_demo.attach(make(net.parameters()), WRITES["diloco"], model=net).detach()
+    none = partial(FusedAdam, master_weights=False)
+    for make in (none, lambda p: Accelerated(sgd(p)), named("Prodigy"), named("DAdaptAdam")):
+        attached(WRITES["diloco"], inner=of(make))[2].detach()
 
 
 def test_second_copy_on_the_host_is_refused() -> None:
     """An optimizer that steps copies in host memory is refused."""
-    net = alone()
     for config in (FULL, WRITES["diloco"]):
         with pytest.raises(ValueError, match="CPUOffloadOptimizer steps copies .* in host memory"):
-            fsdp_demo.attach(named("CPUOffloadOptimizer")(net.parameters()), config, model=net)
+            attached(config, inner=of(named("CPUOffloadOptimizer")))
 
 
 # ---- what no name tells ------------------------------------------------------------------------
@@ -148,25 +138,17 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[], int]:
     return lambda: sum("parameters were written between" in r.getMessage() for r in caplog.records)
 
 
-def train(optimizer, net: Net, steps: int, behind: Callable[[int], None] = lambda t: None) -> None:
-    for t in range(steps):
-        net.loss(t).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        behind(t)
-
-
 @pytest.mark.parametrize("kind", WRITES)
 def test_second_copy_of_an_unknown_wrapper_is_said_once(kind: str, said: Callable[[], int]) -> None:
     """A wrapper that writes parameters behind the exchange is said once."""
-    net = alone()
-    optimizer = Wrapper(sgd(net.parameters()))
-    exchange = fsdp_demo.attach(optimizer, WRITES[kind], model=net)
+    net, optimizer, exchange = attached(
+        WRITES[kind], inner=lambda net: Wrapper(sgd(net.parameters()))
+    )
     with exchange.paused():
-        train(optimizer.optimizer, net, 1)
-    train(optimizer, net, 2)
+        train(optimizer.optimizer, net.loss, 1)
+    train(optimizer, net.loss, 2)
     assert said() == 0  # it is read with the next message
-    train(optimizer, net, 120)
+    train(optimizer, net.loss, 120)
     exchange.finish()
     assert said() == 1
 
@@ -183,7 +165,7 @@ def test_rewritten_named_after_every_exchange(kind: str, caplog: pytest.LogCaptu
         if t in (9, 13):
             net.b.bias.zero_()
 
-    train(optimizer, net, 16, write)
+    train(optimizer, net.loss, 16, each=write)
     exchange.finish()
     found = [m for m in caplog.messages if "parameters were written between" in m]
     assert ["optimizer: a.weight." in m for m in found] == [True, False]
@@ -199,33 +181,30 @@ def test_rewritten_after_every_step_is_information(caplog: pytest.LogCaptureFixt
     def clamp(t: int) -> None:
         net.b.bias.clamp_(-1e-3, 1e-3)
 
-    train(optimizer, net, 16, clamp)
+    train(optimizer, net.loss, 16, each=clamp)
     exchange.finish()
     found = [r.levelname for r in caplog.records if "b.bias" in r.getMessage()]
     assert found == ["INFO"] and "parameters were written" not in caplog.text
 
 
-def test_second_copy_on_one_island_is_said(run_ranks, caplog: pytest.LogCaptureFixture) -> None:
+@in_ranks(1, 1)
+def test_second_copy_on_one_island_is_said() -> None:
     """A write behind the exchange on one island is said there."""
+    found = heard(logging.INFO)
 
-    def run() -> list[str]:
-        found = heard(logging.INFO)
+    def island(i: int, topology: Any) -> None:
+        net, optimizer, exchange = attached(WRITES["diloco"], topology)
 
-        def island(i: int, topology: Any) -> None:
-            net, optimizer, exchange = attached(WRITES["diloco"], topology)
+        @torch.no_grad()
+        def clip(t: int) -> None:
+            for p in net.parameters():
+                p.clamp_(-0.01, 0.01) if i else None
 
-            @torch.no_grad()
-            def clip(t: int) -> None:
-                for p in net.parameters():
-                    p.clamp_(-0.01, 0.01) if i else None
+        train(optimizer, net.loss, 6, each=clip)
+        exchange.finish()
 
-            train(optimizer, net, 6, clip)
-            exchange.finish()
-
-        values(threaded.islands(island))
-        return [m for m in found if "parameters were written between" in m]
-
-    assert len(run_ranks(run, 1, 1)[0]) == 1
+    values(threaded.islands(island))
+    assert sum("parameters were written between" in m for m in found) == 1
 
 
 ACTIONS = ("nothing", "flush", "evaluate", "steps aside", "accept", "load", "frozen")
@@ -237,10 +216,10 @@ def test_second_copy_warning_not_for_allowed_writes(kind, action, said: Callable
     """Allowed writes behind the first exchange, after which parameters are compared, cause no
     warning.
     """
-    net = alone()
     frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
-    optimizer = sgd([*net.parameters(), frozen])
-    exchange = fsdp_demo.attach(optimizer, WRITES[kind], model=net)
+    net, optimizer, exchange = attached(
+        WRITES[kind], inner=lambda net: sgd([*net.parameters(), frozen])
+    )
 
     @torch.no_grad()
     def behind(t: int) -> None:
@@ -267,7 +246,7 @@ def test_second_copy_warning_not_for_allowed_writes(kind, action, said: Callable
             else:
                 exchange.load_state_dict(exchange.state_dict())
 
-    train(optimizer, net, 6, behind)
+    train(optimizer, net.loss, 6, each=behind)
     exchange.finish()
     assert said() == 0
 

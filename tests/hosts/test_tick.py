@@ -13,100 +13,70 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-import fsdp_demo
 from fsdp_demo import preset
 
 from ..support.inside import in_threads
-from ..support.two_layers import AS_IS, Net, equal, sgd
+from ..support.two_layers import AS_IS, Net, attached, equal, plain, sgd, step, two
 
 FULL = preset("full")
 DEMO = preset("demo", topk=8, **AS_IS)
 DILOCO = preset("diloco", period=3, **AS_IS)
 
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": sgd,
-    "sgd with momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
-    "adamw, tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)),
-    "of unknown kind": lambda p: torch.optim.RMSprop(p, lr=0.01),
+OPTIMIZERS: dict[str, Callable[[Net], torch.optim.Optimizer]] = {
+    "sgd": plain,
+    "sgd with momentum": lambda net: torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9),
+    "adamw": lambda net: torch.optim.AdamW(net.parameters(), lr=0.01),
+    "adamw, tensor lr": lambda net: torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.01)),
+    "of unknown kind": lambda net: torch.optim.RMSprop(net.parameters(), lr=0.01),
 }
 
 
+def checkpoint(net: Net, optimizer: torch.optim.Optimizer, exchange: Any) -> None:
+    """All that a loop saves and loads; nothing is other than before."""
+
+    def seen() -> Any:
+        rates = [float(g["lr"]) for g in optimizer.param_groups]
+        return exchange.step, exchange.metrics()["messages"], rates
+
+    before, kept = seen(), net.copies()
+    state = get_optimizer_state_dict(net, optimizer)
+    set_optimizer_state_dict(net, optimizer, state)
+    get_state_dict(net, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    exchange.state_dict()
+    assert before == seen() and equal(kept, net.copies())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
 @in_threads()
-def test_tick_not_by_a_checkpoint(topology: Any) -> None:
+def test_tick_not_by_a_checkpoint(topology: Any, name: str) -> None:
     """Checkpoints are no step: torch.distributed.checkpoint makes the state of an optimizer by a
     step of its own; accelerate and others go through it.
     """
-    for name, make in OPTIMIZERS.items():
-        for config in (FULL, DILOCO):
-            net = Net(topology)
-            optimizer = make(net.parameters())
-            exchange = fsdp_demo.attach(optimizer, config, model=net, topology=topology)
-            rates = [float(g["lr"]) for g in optimizer.param_groups]
-
-            def checkpoint(
-                steps: int,
-                net=net,
-                optimizer=optimizer,
-                exchange=exchange,
-                rates=rates,
-                name=name,
-            ) -> None:
-                kept, messages = net.copies(), exchange.metrics()["messages"]
-                state = get_optimizer_state_dict(net, optimizer)
-                set_optimizer_state_dict(net, optimizer, state)
-                get_state_dict(net, optimizer)
-                optimizer.load_state_dict(optimizer.state_dict())
-                exchange.state_dict()
-                assert (exchange.step, exchange.metrics()["messages"]) == (steps, messages), name
-                assert equal(kept, net.copies()), name
-                assert rates == [float(g["lr"]) for g in optimizer.param_groups], name
-
-            checkpoint(0)
-            for t in range(4):
-                net.loss(t).backward()
-                if t == 2 and name != "sgd":
-                    checkpoint(t)  # gradients are there, too
-                optimizer.step()
-                optimizer.zero_grad()
-                checkpoint(t + 1)
-            assert exchange.metrics()["exchanges"] == (4 if config is FULL else 1), name
-            exchange.finish()
-
-
-@in_threads()
-def test_tick_not_by_eager_state(topology: Any) -> None:
-    """State made at attach changes nothing: the first step is the one that an untouched optimizer
-    takes.
-    """
-    for name, make in OPTIMIZERS.items():
-        ends = []
-        for attached in (True, False):
-            net = Net(topology)
-            optimizer = make(net.parameters())
-            if attached:
-                fsdp_demo.attach(optimizer, preset("diloco", period=50, **AS_IS), topology=topology)
-            for t in range(3):
-                net.loss(t).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            ends.append(net.copies())
-        assert equal(*ends), name
+    for config in (FULL, DILOCO):
+        net, optimizer, exchange = attached(config, topology, OPTIMIZERS[name])
+        checkpoint(net, optimizer, exchange)
+        for t in range(4):
+            net.loss(t).backward()
+            if t == 2 and name != "sgd":
+                checkpoint(net, optimizer, exchange)  # gradients are there, too
+            optimizer.step()
+            optimizer.zero_grad()
+            assert exchange.step == t + 1
+            checkpoint(net, optimizer, exchange)
+        assert exchange.metrics()["exchanges"] == (4 if config is FULL else 1)
+        exchange.finish()
 
 
 @in_threads()
 def test_tick_by_a_step_with_rate_zero(topology: Any) -> None:
     """A step with learning rate zero is a step, also where one island's gradients are all zero."""
     for make in (OPTIMIZERS[n] for n in ("adamw", "sgd with momentum", "sgd")):
-        net = Net(topology)
-        optimizer = make(net.parameters())
-        exchange = fsdp_demo.attach(optimizer, FULL, topology=topology)
+        net, optimizer, exchange = attached(FULL, topology, make)
         for t, factor in enumerate((0.0, 0.5, 1.0)):
             optimizer.param_groups[0]["lr"] = 0.01 * factor
-            (net.loss(t) * (topology.island if t == 0 else 1)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step(optimizer, net.loss(t) * (topology.island if t == 0 else 1))
         assert exchange.step == 3
         assert exchange.metrics()["exchanges"] == 3
         assert exchange.digests_equal()
@@ -117,59 +87,28 @@ def test_tick_by_a_step_with_rate_zero(topology: Any) -> None:
 def test_tick_not_by_a_micro_batch(topology: Any) -> None:
     """Nothing is sent on a micro-batch."""
     for config, legs, period in ((FULL, 3, 1), (DEMO, 1, 1), (DILOCO, 3, 3)):
-        net = Net(topology)
-        optimizer = sgd(net.parameters())
-        exchange = fsdp_demo.attach(optimizer, config, topology=topology)
-        for step in range(6):
+        net, optimizer, exchange = attached(config, topology)
+        for t in range(6):
             before = exchange.metrics()
             for micro in range(4):
-                (net.loss(10 * step + micro) / 4).backward()
+                (net.loss(10 * t + micro) / 4).backward()
                 now = exchange.metrics()
-                assert (now["messages"], now["bytes_sent"], now["step"]) == (
-                    before["messages"],
-                    before["bytes_sent"],
-                    step,
-                )
+                assert now["step"] == t
+                assert all(now[k] == before[k] for k in ("messages", "bytes_sent"))
             optimizer.step()
             optimizer.zero_grad()
-            assert exchange.metrics()["messages"] - before["messages"] == legs * (
-                (step + 1) % period == 0
-            )
+            sent = exchange.metrics()["messages"] - before["messages"]
+            assert sent == legs * ((t + 1) % period == 0)
         exchange.finish()
-
-
-@in_threads()
-def test_tick_exchanges_the_accumulated_gradient(topology: Any) -> None:
-    """Under `full` the accumulated gradient is exchanged, not that of the last micro-batch."""
-    net = Net(topology)
-    optimizer = sgd(net.parameters(), 1.0)
-    exchange = fsdp_demo.attach(optimizer, FULL, topology=topology)
-    start = net.copies()
-    for micro in range(3):
-        net.loss(micro).backward()
-    optimizer.step()
-    both = [Net(fsdp_demo.Topology(island=i)) for i in range(2)]
-    for other in both:
-        for micro in range(3):
-            other.loss(micro).backward()
-    for p, s, x, y in zip(
-        net.parameters(), start, both[0].parameters(), both[1].parameters(), strict=True
-    ):
-        torch.testing.assert_close(p.detach(), s - (x.grad + y.grad) / 2)
-    exchange.finish()
 
 
 @in_threads()
 def test_tick_once_for_two_optimizers(topology: Any) -> None:
     """Two optimizers that step in turns are one step."""
     for config in (FULL, DILOCO):
-        split, joint, ends = Net(topology), Net(topology), []
-        for net in (split, joint):
-            if net is split:
-                optimizers = [sgd(net.a.parameters()), sgd(net.b.parameters())]
-            else:
-                optimizers = [sgd(net.parameters())]
-            exchange = fsdp_demo.attach(optimizers, config, model=net, topology=topology)
+        ends = []
+        for inner in (two, lambda net: [plain(net)]):
+            net, optimizers, exchange = attached(config, topology, inner)
             for t in range(6):
                 net.loss(t).backward()
                 # the order does not matter
@@ -181,7 +120,7 @@ def test_tick_once_for_two_optimizers(topology: Any) -> None:
             assert exchange.step == 6
             assert exchange.metrics()["exchanges"] == (6 if config is FULL else 2)
             ends.append(net.copies())
-            if net is split:
+            if inner is two:
                 net.loss(6).backward()
                 optimizers[0].step()
                 with pytest.raises(RuntimeError, match="stepped twice"):
@@ -195,9 +134,7 @@ def test_tick_once_for_two_optimizers(topology: Any) -> None:
 @in_threads()
 def test_tick_refuses_a_parameter_added_later(topology: Any) -> None:
     """A parameter that was added after attach is refused at the next step."""
-    net = Net(topology)
-    optimizer = sgd(net.a.parameters())
-    fsdp_demo.attach(optimizer, FULL, topology=topology)
+    net, optimizer, _ = attached(FULL, topology, lambda net: sgd(net.a.parameters()))
     optimizer.add_param_group({"params": list(net.b.parameters())})
     net.loss(0).backward()
     with pytest.raises(RuntimeError, match="attach again"):

@@ -32,20 +32,10 @@ def wrapped(me: Any) -> Any:
         model = nn.Linear(3, 2)
         outside = wrap(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        exchange = fsdp_demo.attach(
-            optimizer,
-            "diloco",
-            inner_optimizers="as_is",
-            model=outside,
-            topology=Topology.from_env({}),
-        )
-        out.append(
-            (
-                unwrap_model(outside) is model,
-                list(tensors_of(outside, [])),
-                [s.name for s in exchange.host.params],
-            )
-        )
+        given = {"inner_optimizers": "as_is", "topology": Topology.from_env({})}
+        exchange = fsdp_demo.attach(optimizer, "diloco", model=outside, **given)
+        names = [s.name for s in exchange.host.params]
+        out.append((unwrap_model(outside) is model, list(tensors_of(outside, [])), names))
         exchange.detach()
     return out
 
@@ -64,6 +54,5 @@ def test_unwrap_model_is_in_one_module() -> None:
         f.name: {getattr(n, "id", "") for n in ast.walk(ast.parse(f.read_text(encoding="utf-8")))}
         for f in files
     }
-    assert [name for name, used in names.items() if "DistributedDataParallel" in used] == [
-        "torch_params.py"
-    ]
+    found = [name for name, used in names.items() if "DistributedDataParallel" in used]
+    assert found == ["torch_params.py"]

@@ -9,6 +9,7 @@ gradient does not depend on how it is sharded.
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -172,7 +173,8 @@ def backward(
 
 
 class Job:
-    """A probe on this rank with its optimizer and its exchange, for loops of a test's own.
+    """A probe on this rank with its optimizer and its exchange, for loops of a test's own. Each has
+    a run id of its own, so that a rank may have one after another.
 
     mesh: of the island, where it is not that of its processes. options: of `attach`.
     """
@@ -188,6 +190,8 @@ class Job:
         mesh: Any = None,
         **options: Any,
     ):
+        if "ISLAND_RUN" in os.environ:
+            os.environ["ISLAND_RUN"] += "+"
         self.me, self.seed, self.names = me, seed, names
         self.sharded = sharded and me.procs > 1
         self.model = Probe(seed, names)

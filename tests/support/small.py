@@ -65,17 +65,23 @@ class Small:
 
 class Noise:
     """Two matrices and a vector; gradients are noise of island and step, times `scale`, but where
-    `change` puts something else into the parameters or their gradients.
+    `change` puts something else into the parameters or their gradients. saved: `tensors` to begin
+    with, and the exchange's state.
     """
 
-    def __init__(self, topology: Any, config: ExchangeConfig, adamw: bool = False):
+    def __init__(
+        self, topology: Any, config: ExchangeConfig, adamw: bool = False, saved: Any = (None, None)
+    ):
         g = torch.Generator().manual_seed(7)
+        tensors, state = saved
         self.island = topology.island
         shapes = (("0.a", (70, 66)), ("1.b", (64, 64)), ("head", (5,)))
         self.named = [(n, torch.nn.Parameter(torch.randn(s, generator=g))) for n, s in shapes]
+        for (_, p), t in zip(self.named, tensors or self.tensors(), strict=True):
+            p.data.copy_(t)
         kind = torch.optim.AdamW if adamw else torch.optim.SGD
         self.optimizer: Any = kind(self.named, lr=0.01)
-        self.exchange = fsdp_demo.attach(self.optimizer, config, topology=topology)
+        self.exchange = fsdp_demo.attach(self.optimizer, config, topology=topology, state=state)
 
     def step(self, change: Any = None, scale: float = 1.0) -> None:
         params = [p for _, p in self.named]
