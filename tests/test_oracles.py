@@ -453,10 +453,8 @@ def test_oracle_dense_codes_are_those_of_single_values(code):
     )
     values[:300], values[400], values[600:700] = 0.0, -0.0, torch.arange(100) / 8.0
     assert torch.equal(dense.coded(values, code), quantise.dequantised(values, code))
-    assert (
-        dense.coded(values[:0], code).shape == (0,)
-        and dense.coded(values.double(), code).dtype == torch.float64
-    )
+    assert dense.coded(values[:0], code).shape == (0,)
+    assert dense.coded(values.double(), code).dtype == torch.float64
 
 
 def test_oracle_dense_gathers_for_few_replicas():

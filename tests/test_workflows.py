@@ -60,7 +60,8 @@ def test_workflow_schema(file: Path) -> None:
 def test_workflow_takes_the_python_that_is_tested(file: Path) -> None:
     """A workflow takes the Python of the constraints."""
     versions = re.findall(r'python-version: "([\d.]+)"', file.read_text(encoding="utf-8"))
-    assert versions and all(
+    assert versions
+    assert all(
         f"with Python {version}" in (ROOT / "recipes" / "constraints-cpu.txt").read_text()
         for version in versions
     )

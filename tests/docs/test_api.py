@@ -64,6 +64,5 @@ def test_api_page_names_are_there(name: str) -> None:
 
 def test_api_page_lists_no_name_twice() -> None:
     """No name is listed twice."""
-    assert len(LISTED) == len(set(LISTED)) and {
-        f"fsdp_demo.{name}" for name in ("attach", "Exchange")
-    } <= set(LISTED)
+    assert len(LISTED) == len(set(LISTED))
+    assert {f"fsdp_demo.{name}" for name in ("attach", "Exchange")} <= set(LISTED)

@@ -90,10 +90,8 @@ def test_code_blocks_are_found_with_their_marks() -> None:
         "some/file.py",
     )
     assert (text.language, text.not_run) == ("text", None) and "no code" in text.code
-    assert (
-        PAGE.splitlines()[bash.line - 1].startswith("A=1")
-        and PAGE.splitlines()[python.line - 1].strip() == "x = 1"
-    )
+    assert PAGE.splitlines()[bash.line - 1].startswith("A=1")
+    assert PAGE.splitlines()[python.line - 1].strip() == "x = 1"
 
 
 def test_code_blocks_commands_are_found() -> None:

@@ -165,17 +165,12 @@ def test_figures_storm_is_whole_and_of_its_preset(name: str) -> None:
         figure_cells.load("about.json")[f"storm-{name}.json"],
     )
     words = shlex.split(about["command"])
-    assert words[words.index("--preset") + 1] == name and words[words.index("--events") + 1] == str(
-        found["events"] + found["skipped"]
-    )
+    assert words[words.index("--preset") + 1] == name
+    assert words[words.index("--events") + 1] == str(found["events"] + found["skipped"])
     kinds = found["by_kind"].values()
-    assert (
-        sum(k["events"] for k in kinds) == found["events"]
-        and sum(k["survived"] for k in kinds) == found["survived"]
-    )
+    assert sum(k["events"] for k in kinds) == found["events"]
+    assert sum(k["survived"] for k in kinds) == found["survived"]
     assert found["events"] - found["survived"] == len(found["failures"])
     assert found["longest_stall_s"] == max(k["longest_stall_s"] for k in kinds)
-    assert (
-        found["digests_equal"] == (not found["mismatches"])
-        and 0 < found["participating_share"] <= 1
-    )
+    assert found["digests_equal"] == (not found["mismatches"])
+    assert 0 < found["participating_share"] <= 1

@@ -89,10 +89,10 @@ def questions(line: PeerGroup, step: int, count: int) -> list[tuple[int, ...]]:
                 line.header(PARAMETERS, step),
                 [(torch.full((9000,), 1.0 + line.slot), "fp32"), (torch.ones(1), "fp32")],
             )
-            assert (
-                torch.equal(mean[0], torch.full((9000,), 1.0 + sum(line.slots) / len(line.slots)))
-                and float(mean[1]) == 1.0
+            assert torch.equal(
+                mean[0], torch.full((9000,), 1.0 + sum(line.slots) / len(line.slots))
             )
+            assert float(mean[1]) == 1.0
         found.append(line.slots)
     return found
 
@@ -251,10 +251,7 @@ def test_newcomer_that_stands_does_not_keep_others_out(run_ranks: Callable[..., 
 
         def joins() -> None:
             try:
-                alive, newcomer.MemberSearch._say = (
-                    newcomer.MemberSearch._say,
-                    lambda self: None,
-                )
+                alive, newcomer.MemberSearch._say = (newcomer.MemberSearch._say, lambda self: None)
                 came.append(comes(2))
                 newcomer.MemberSearch._say = alive
                 came.append(comes(3))
@@ -302,9 +299,8 @@ def test_newcomer_receives_means_in_their_code(count: int) -> None:
     )
     expected = Expected(PAYLOAD, 3, 2, spans)
     plain, coded = packed(arrived), packed(arrived, parts)
-    assert [p.numel() for p in coded[1:]] == expected.sizes(coded[0]) and [
-        p.numel() for p in plain[1:]
-    ] == expected.sizes(plain[0])
+    assert [p.numel() for p in coded[1:]] == expected.sizes(coded[0])
+    assert [p.numel() for p in plain[1:]] == expected.sizes(plain[0])
     assert sum(p.numel() for p in coded[1:]) < 0.5 * sum(p.numel() for p in plain[1:])
     for some in (plain, coded):
         assert all(map(torch.equal, unpacked(some, expected).means, means))
@@ -394,10 +390,7 @@ def test_newcomer_that_loses_its_donor_ends() -> None:
     """A newcomer that loses its donor between `attach` and its base ends: it trains already, and
     cannot go on without what its donor sends.
     """
-    line, ended = (
-        peer_group.PeerGroup(Member(1, 1), {0: "a", 1: "b"}, [0], 60.0),
-        list[str](),
-    )
+    line, ended = (peer_group.PeerGroup(Member(1, 1), {0: "a", 1: "b"}, [0], 60.0), list[str]())
 
     def gone(wanted: Any) -> Any:
         raise PeerLost("island 0 (a) is gone")

@@ -171,9 +171,7 @@ def test_round_trip_is_not_that_of_slow_processes(run_ranks) -> None:
     alone(run_ranks, run)
 
 
-def test_rehearsed_link_takes_half_a_round_trip_per_leg(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rehearsed_link_takes_half_a_round_trip_per_leg(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rehearsed link takes half a round trip for each leg of a message."""
     slept: list[float] = []
     monkeypatch.setattr(peer_group.time, "sleep", slept.append)
@@ -183,8 +181,5 @@ def test_rehearsed_link_takes_half_a_round_trip_per_leg(
     line._account(1000, 500, False, False)
     line._account(1000, 2000, True, False)
     line._account(7, 7, False, True)
-    assert slept == pytest.approx([0.021, 0.042]) and (
-        line.meter.messages,
-        line.meter.bytes_sent,
-        line.meter.setup_bytes,
-    ) == (4, 2000, 7)
+    assert slept == pytest.approx([0.021, 0.042])
+    assert (line.meter.messages, line.meter.bytes_sent, line.meter.setup_bytes) == (4, 2000, 7)

@@ -20,15 +20,7 @@ from fsdp_demo.launch.rehearsal import command as launched
 from fsdp_demo.launch.rehearse import Console, Splitter
 
 from ..support.stores import server_of
-from .rehearsals import (
-    ON_LINUX,
-    WAIT,
-    lines_until,
-    processes_of,
-    rehearsal,
-    store_of,
-    wait_until,
-)
+from .rehearsals import ON_LINUX, WAIT, lines_until, processes_of, rehearsal, store_of, wait_until
 
 # Every rank of every island meets in the store, so the store, the addresses and the counts are
 # right if this ends.

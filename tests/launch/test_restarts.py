@@ -71,11 +71,7 @@ def test_restarts_of_rehearse_reach_launch() -> None:
     )
     words = launched(plan, Path("/nowhere"), False)
     assert launch._parse(words[3:])[:2] == (3, ["--resume", "auto"])
-    assert words[-3:] == [
-        __file__,
-        "--lr",
-        "1",
-    ]
+    assert words[-3:] == [__file__, "--lr", "1"]
     assert "--restarts" not in launched(
         Rehearsal(2, 1, (__file__,), "torchrun"), Path("/nowhere"), False
     )

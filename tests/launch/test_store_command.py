@@ -86,10 +86,7 @@ def test_store_command_keeps_its_file_where_it_was_started(tmp_path: Path) -> No
             finally:
                 process.kill()
     assert [count for count, _ in found] == ["x", "xx"]
-    assert [who.generation for _, who in found] == [
-        1,
-        2,
-    ]
+    assert [who.generation for _, who in found] == [1, 2]
     assert found[0][1].name == found[1][1].name
     assert [f.name for f in tmp_path.iterdir()] == ["fsdp_demo_store.sqlite"]
 

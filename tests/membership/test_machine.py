@@ -135,16 +135,15 @@ def test_expelled_ends_and_does_nothing_more() -> None:
     assert bench.delivered(A) == ["ABC"] * 2
     bench.change(B, C)
     bench.adopt(A)
-    assert bench.ranks[A, 0].state == "expelled" and bench.did[A, 0][
-        -1
-    ] == protocol_events.Expelled(bench.record)
+    assert bench.ranks[A, 0].state == "expelled"
+    assert bench.did[A, 0][-1] == protocol_events.Expelled(bench.record)
     bench.beats()
     assert (
         bench.tell((A, 0), protocol_events.LandedHeard(0, B, 5))
         == bench.tell((A, 0), protocol_events.Launched(1, "gather"))
         == []
-        and bench.sealed(A) == 0
     )
+    assert bench.sealed(A) == 0
     bench.let()
     bench.vote()
     assert bench.delivered(B) == bench.delivered(C) == ["BC"] * 2
@@ -171,9 +170,7 @@ def test_reduce_again_without_all_parts() -> None:
 
 
 @pytest.mark.parametrize("peer_groups", [(0,), (0, 1)])
-def test_no_mixed_attempts_whole_mean_kept_torn_one_repeated(
-    peer_groups: tuple[int, ...],
-) -> None:
+def test_no_mixed_attempts_whole_mean_kept_torn_one_repeated(peer_groups: tuple[int, ...]) -> None:
     """A mean that one member has whole is kept; a torn one is repeated. A has the mean; B lacks the
     part of C, which died in leg 2. In one peer group only, nobody has that part.
     """
@@ -221,11 +218,8 @@ def test_one_set_for_body_and_vector() -> None:
     bench.let()
     bench.vote()
     (a,) = (x for x in bench.did[A, 0] if isinstance(x, protocol_events.Deliver))
-    assert (
-        a.contributors == (A, B)
-        and {p.of for p in a.pieces} == {A, B}
-        and bench.delivered(B) == ["AB"] * 2
-    )
+    assert a.contributors == (A, B) and {p.of for p in a.pieces} == {A, B}
+    assert bench.delivered(B) == ["AB"] * 2
 
 
 def test_seal_stable_only_what_all_have() -> None:
@@ -248,11 +242,8 @@ def test_seal_stable_history_tells_checkpoints_apart() -> None:
     """Histories with other contributors have other digests, whatever the order of their names."""
     with_c = extended(extended("", 0, (A, B, C)), 1, (A, B))
     without = extended(extended("", 0, (A, B)), 1, (A, B))
-    assert (
-        with_c != without
-        and extended("", 0, (B, A)) == extended("", 0, (A, B))
-        and len(with_c) == 16
-    )
+    assert with_c != without and extended("", 0, (B, A)) == extended("", 0, (A, B))
+    assert len(with_c) == 16
     assert extended("", 0, (A,)) != extended("", 0, (Member(0, 1),))
 
 
@@ -284,9 +275,8 @@ def test_settle_all_open_in_one_record() -> None:
     bench.let(sender=(A, B), to=(A, B))
     bench.let(sender=C, to=A, n=0)
     record = bench.change(A, B)
-    assert record.settlements == (Settlement(0, (A, B, C), 1),) and record.settlement(
-        1
-    ).contributors == (A, B)
+    assert record.settlements == (Settlement(0, (A, B, C), 1),)
+    assert record.settlement(1).contributors == (A, B)
     bench.let()
     bench.vote()
     assert [bench.delivered(B, n) for n in (0, 1)] == [["ABC"] * 2, ["AB"] * 2]
@@ -298,11 +288,8 @@ def test_any_order_by_own_numbers() -> None:
     bench.launch(0, "mixed")
     bench.launch(1)
     bench.let(n=1)
-    assert (
-        bench.delivered(A, 1) == ["AB"]
-        and bench.delivered(A, 0) == [None]
-        and bench.ranks[A, 0].landed == 0
-    )
+    assert bench.delivered(A, 1) == ["AB"] and bench.delivered(A, 0) == [None]
+    assert bench.ranks[A, 0].landed == 0
     bench.let()
     assert bench.delivered(A, 0) == ["AB"] and bench.ranks[A, 0].landed == 2
     with pytest.raises(ValueError, match="launched message 5: the next is 2"):
@@ -429,10 +416,8 @@ def test_store_unasked_in_health() -> None:
     bench.vote()
     bench.beats()
     asked = {type(a) for actions in bench.did.values() for a in actions}
-    assert (
-        asked == {protocol_events.Deliver, protocol_events.Free, protocol_events.SealAllowed}
-        and bench.reports == []
-    )
+    assert asked == {protocol_events.Deliver, protocol_events.Free, protocol_events.SealAllowed}
+    assert bench.reports == []
     assert bench.tell((A, 0), protocol_events.ReportsSeen((), waited=True)) == []
 
 
@@ -481,9 +466,8 @@ def test_delivered_stays_and_repeats_have_another_attempt() -> None:
     bench.let(n=1, sender=(A, B), to=(A, B))
     bench.change(A, B)
     bench.let()
-    assert bench.delivered(A, 0) == bench.delivered(B, 0) == ["ABC"] and bench.delivered(A, 1) == [
-        "AB"
-    ]
+    assert bench.delivered(A, 0) == bench.delivered(B, 0) == ["ABC"]
+    assert bench.delivered(A, 1) == ["AB"]
     assert {a.piece.attempt for _, _, a in bench.frames if a.view == 1} <= {1}
 
 
@@ -585,10 +569,8 @@ def test_join_stops_nobody_and_begins_at_its_base() -> None:
     record = planned(bench)
     assert (record.epoch, record.view, record.members, record.base) == (1, 0, (A, B, D), (0, 0, 2))
     for m in (A, B):
-        assert (
-            bench.tell((m, 0), protocol_events.RecordSeen(record)) == []
-            and bench.ranks[m, 0].state == "running"
-        )
+        assert bench.tell((m, 0), protocol_events.RecordSeen(record)) == []
+        assert bench.ranks[m, 0].state == "running"
     bench.members.append(D)
     bench.ranks[D, 0], bench.did[D, 0] = entered(D, 0, 1, record, 1), []
     for n in range(2):

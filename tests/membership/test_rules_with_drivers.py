@@ -74,9 +74,7 @@ def test_one_answer_is_of_the_same_islands_everywhere(run_ranks) -> None:
     alone(run_ranks, run)
 
 
-def test_one_judgement_follows_from_the_headers_as_sent(
-    run_ranks,
-) -> None:
+def test_one_judgement_follows_from_the_headers_as_sent(run_ranks) -> None:
     """Contributions are left out by the headers as they were sent. Island 2 says that it is not
     finite, and dies at a piece of the message; whoever takes part, all decide from the same
     headers.
@@ -167,9 +165,7 @@ def test_beats_of_training_quiet_by_another_ranks_word() -> None:
 
 
 @pytest.mark.slow
-def test_beats_of_training_come_from_a_thread_of_every_rank(
-    run_ranks,
-) -> None:
+def test_beats_of_training_come_from_a_thread_of_every_rank(run_ranks) -> None:
     """Beats come from a thread of the training process, and of every rank. Training threads may be
     busy for longer than ISLAND_DEAD; one rank whose own thread stands still is lost, with its
     island.
@@ -318,9 +314,7 @@ def sent_by(slot: int, n: int) -> Tensor:
 
 
 @pytest.mark.parametrize("code", sorted(FORMATS))
-def test_coded_for_fewer_islands_to_the_same_values(
-    code: str,
-) -> None:
+def test_coded_for_fewer_islands_to_the_same_values(code: str) -> None:
     """A vector is coded to the same values among fewer islands. A message that is repeated is cut
     into other parts: what was subtracted from the accumulator stays what the others receive.
     """
@@ -336,8 +330,6 @@ def test_coded_for_fewer_islands_to_the_same_values(
 def received(code: str, v: Tensor, size: int) -> Tensor:
     """What `size` islands decode of the shares of one vector, put together."""
     parts = zip(
-        shares([(v, code)], size),
-        collectives.legs([(v.numel(), code)], size)[0],
-        strict=True,
+        shares([(v, code)], size), collectives.legs([(v.numel(), code)], size)[0], strict=True
     )
     return torch.cat([dense.decode(code, share, span[0][0]) for share, span in parts])

@@ -180,10 +180,8 @@ def test_sparse_bytes_is_the_real_length(
         coded = sparse.encode_sparse(layout, codec, work)
         assert coded.dtype == torch.uint8 and coded.numel() == sparse.sparse_bytes(layout, codec)
         positions, found, dense = decode_sparse(layout, codec, coded)
-        assert (
-            positions.numel() == found.numel() == positions.unique().numel()
-            and dense.numel() == layout.num_dense
-        )
+        assert positions.numel() == found.numel() == positions.unique().numel()
+        assert dense.numel() == layout.num_dense
         assert bool((work[positions] != 0).logical_or(found == 0).all())
 
 
@@ -320,11 +318,8 @@ def refused(
             state = exchange.state_dict()
             # what was sent stays, to be sent once more; nothing of what came was applied
             (flight,) = state["in_flight"]
-            assert (
-                flight["step"] == now
-                and flight["arrived"] is None
-                and set(flight["parts"]) == {channel.channel.name}
-            )
+            assert flight["step"] == now and flight["arrived"] is None
+            assert set(flight["parts"]) == {channel.channel.name}
             for k, old in kept.items():
                 assert k == "accumulator" or torch.equal(channel.state().workspaces[k], old)
             with pytest.raises(fsdp_demo.PeerLost, match="failed before"):
@@ -431,11 +426,8 @@ def test_exchange_refuses_tampering_in_every_transport(run_ranks, monkeypatch, l
             for leg in (1, 2):
                 for at in (20, 100, -1):
                     text = refused(CONFIGS[name], flip(at), leg)
-                    assert (
-                        ("header" if at == 20 else "reduce") in text
-                        and "island1" in text
-                        and "damaged" in text
-                    )
+                    assert ("header" if at == 20 else "reduce") in text and "island1" in text
+                    assert "damaged" in text
                 assert "damaged" in refused(CONFIGS[name], lambda data, _: data[:-3], leg)
 
     run_ranks(run, 1, 1)

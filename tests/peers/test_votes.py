@@ -63,17 +63,10 @@ def test_ranks_alone_needs_no_group() -> None:
     """A rank alone answers itself, without a process group."""
     alone = Ranks.everywhere()
     assert (alone.group, alone.rank, alone.world) == (None, 0, 1)
-    assert (
-        alone.max(2, 1) == [2, 1]
-        and alone.same(3)
-        and not alone.any(False)
-        and alone.everyone("x") == ["x"]
-    )
-    assert (
-        alone.from_first(lambda: 5) == 5
-        and isinstance(alone, Ranks)
-        and issubclass(IslandGroup, Ranks)
-    )
+    assert alone.max(2, 1) == [2, 1] and alone.same(3) and not alone.any(False)
+    assert alone.everyone("x") == ["x"]
+    assert alone.from_first(lambda: 5) == 5 and isinstance(alone, Ranks)
+    assert issubclass(IslandGroup, Ranks)
 
 
 def errors(
@@ -138,10 +131,8 @@ def test_ranks_raise_the_error_of_one_on_all(run_ranks: Any) -> None:
         "RuntimeError",
     ]
     assert [text for _, text in second[:6]] == list("abcdef")
-    assert (
-        second[7][1] == "work: another rank failed"
-        and first[8][1] == "work: another rank could not write"
-    )
+    assert second[7][1] == "work: another rank failed"
+    assert first[8][1] == "work: another rank could not write"
     assert first[9][1] == "work: another rank lost its peer"
 
 

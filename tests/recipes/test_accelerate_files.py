@@ -41,10 +41,8 @@ def test_accelerate_file_is_read_by_accelerate(name):
     assert config.mixed_precision == ("no" if name.startswith("cpu") else "bf16")
     assert config.num_machines == (2 if "mesh" in name else 1)
     if name.startswith("zero"):
-        assert (
-            config.deepspeed_config["zero_stage"] == int(name[4])
-            and config.deepspeed_config["gradient_clipping"] == 1.0
-        )
+        assert config.deepspeed_config["zero_stage"] == int(name[4])
+        assert config.deepspeed_config["gradient_clipping"] == 1.0
 
 
 @pytest.mark.parametrize("name", ["fsdp2-island.yaml", "fsdp2-mesh.yaml"])
@@ -69,10 +67,8 @@ def test_accelerate_file_gives_the_fsdp2_plugin(name, monkeypatch):
         "activation_checkpointing",
     ):
         assert getattr(plugin, field) == getattr(made, field), field
-    assert (
-        plugin.transformer_cls_names_to_wrap is None
-        and plugin.auto_wrap_policy is made.auto_wrap_policy
-    )
+    assert plugin.transformer_cls_names_to_wrap is None
+    assert plugin.auto_wrap_policy is made.auto_wrap_policy
     assert type(plugin.cpu_offload) is type(made.cpu_offload)
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
 
@@ -94,10 +90,8 @@ def test_accelerate_mesh_file_gives_the_sizes(monkeypatch):
             if key.startswith("PARALLELISM_CONFIG_"):
                 monkeypatch.setenv(key, value)
         config = ExchangeParallelismConfig()
-        assert (
-            config.dp_replicate_size,
-            config.dp_shard_size,
-        ) == expected and config.fsdp_dim_names == ["dp_shard"]
+        assert (config.dp_replicate_size, config.dp_shard_size) == expected
+        assert config.fsdp_dim_names == ["dp_shard"]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -108,11 +102,8 @@ def test_accelerate_zero_file_gives_the_deepspeed_plugin(stage):
     words = ["--config_file", str(RECIPES / "accelerate" / f"zero{stage}.yaml"), "script.py"]
     args, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
     assert args.use_deepspeed and not args.use_fsdp and int(args.zero_stage) == stage
-    assert (
-        float(args.gradient_clipping) == 1.0
-        and args.mixed_precision == "bf16"
-        and args.num_machines == 1
-    )
+    assert float(args.gradient_clipping) == 1.0 and args.mixed_precision == "bf16"
+    assert args.num_machines == 1
     pytest.importorskip("deepspeed")
     from accelerate.utils import DeepSpeedPlugin
 

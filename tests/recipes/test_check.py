@@ -57,9 +57,8 @@ def test_check_plans_rows_by_the_number_of_gpus(
     assert ("--cpu" in words) == (gpus == 0) and ("--bf16" in words) == (gpus > 0)
     assert rows["zero"].skipped == ("" if deepspeed else "no deepspeed here")
     if deepspeed:
-        assert ("--cpu" in rows["zero"].words) == (
-            gpus == 0
-        ) and "pretrain_deepspeed.py" in " ".join(rows["zero"].words)
+        assert ("--cpu" in rows["zero"].words) == (gpus == 0)
+        assert "pretrain_deepspeed.py" in " ".join(rows["zero"].words)
     assert list(checker.planned(gpus, "--rows", "fsdp2")) == ["fsdp2"]
     with pytest.raises(SystemExit, match="ddp: unknown"):
         checker.planned(gpus, "--rows", "ddp")
@@ -92,11 +91,8 @@ def test_check_judges_both_islands(checker, tmp_path, status, second, result, ag
         f"...\n[rehearse] ended after 9 s with status {status} (island0 0, island1 {status})\n"
     )
     found, cells = checker.judge(checker.Row("islands", "2 x 1", islands=2), status, tmp_path)
-    assert (
-        found == result
-        and cells[:2] == [f"island0 0, island1 {status}", agree]
-        and cells[3:] == ["2 MB", "10"]
-    )
+    assert found == result and cells[:2] == [f"island0 0, island1 {status}", agree]
+    assert cells[3:] == ["2 MB", "10"]
 
 
 def test_check_says_that_nothing_came(checker, tmp_path):

@@ -116,9 +116,8 @@ def test_data_local_files_are_split_by_island(tmp_path, kind):
     assert held_out[0] == held_out[1] and len(held_out[0]) == 8
     assert not set(held_out[0]) & (seen[0] | seen[1])
     rows = [row["input_ids"] for part in parts for row in part.train]
-    assert all(len(row) == 64 for row in rows) and any(
-        TOKENIZER.eos_token_id in row for row in rows
-    )
+    assert all(len(row) == 64 for row in rows)
+    assert any(TOKENIZER.eos_token_id in row for row in rows)
     if kind == "txt":  # a file is a document: the paragraph break stays inside it
         assert any("\n\nsecond" in text for text in seen[0] | seen[1])
 

@@ -118,11 +118,8 @@ def check(output, islands, procs, preset, steps=4):
             "steps": steps,
             "digests_equal": True,
         }
-        assert (
-            summary["bytes_sent_per_island"] > 0
-            and summary["exchanges"] > 0
-            and summary["loss_end"] < 6
-        )
+        assert summary["bytes_sent_per_island"] > 0 and summary["exchanges"] > 0
+        assert summary["loss_end"] < 6
     assert len({summary["tokens"] for summary in found}) == 1
     assert not (output / f"island{islands}").exists()
 
@@ -286,9 +283,8 @@ def test_slurm_islands_requeue_resumes_under_a_new_run_id(launch, tmp_path, coun
         for line in lines
     ), output
     assert all("--save-every 200" in line for line in lines)  # a crash costs at most these steps
-    assert ("scontrol requeue 4711" in output) == (status == 75) and (
-        "choose, then submit again" in output
-    ) == (status == 78)
+    assert ("scontrol requeue 4711" in output) == (status == 75)
+    assert ("choose, then submit again" in output) == (status == 78)
 
 
 @pytest.mark.parametrize(("count", "status"), [(None, 0), (1, 75), (2, 78)])
@@ -348,12 +344,7 @@ def test_launch_file_passes_the_users_variables(launch, tmp_path, file, hosts):
     stub.write_text(STUB.replace('echo "island', f'echo "{said}"; echo "island'))
     stub.chmod(0o755)
     token = 'it\'s a "secret" $HOME \\ `x` \u00e9'
-    given = {
-        "ISLAND_MIN": "1",
-        "ISLAND_TOKEN": token,
-        "ISLAND_TIMEOUT": "77",
-        "RUN": "v",
-    }
+    given = {"ISLAND_MIN": "1", "ISLAND_TOKEN": token, "ISLAND_TIMEOUT": "77", "RUN": "v"}
     output = ended(launch(file, **hosts(2, PYTHON=stub, STUB_STATUS=0, PORT=29400, **given)))
     assert output.count(f"has 1 {token} 77 \n") == 2, output
 
@@ -402,10 +393,8 @@ def test_ssh_islands_status_is_the_worst(launch, tmp_path, of_islands, whole):
     stub.chmod(0o755)
     variables = ssh(2, PYTHON=stub, STUB_STATUS=of_islands, RUN="r", RESUME="auto", SAVE_EVERY=7)
     output = ended(launch("ssh/islands.sh", **variables), status=whole)
-    assert (
-        output.count("run r: ") == 2
-        and output.count("--save-every 7") == output.count("--resume auto") == 2
-    )
+    assert output.count("run r: ") == 2
+    assert output.count("--save-every 7") == output.count("--resume auto") == 2
     assert output.count(f"ended with status {of_islands}") == (2 if of_islands else 0)
 
 

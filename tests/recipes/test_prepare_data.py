@@ -138,11 +138,8 @@ def test_prepare_data_of_parquet_and_hub_splits(tmp_path):
         one["text"][3]
     ]
     parts = prepare_data.held_out_of({"train": one})
-    assert (
-        len(parts[1]) == 11
-        and not set(parts[0]["text"]) & set(parts[1]["text"])
-        and len(parts[0]) + len(parts[1]) == 230
-    )
+    assert len(parts[1]) == 11 and not set(parts[0]["text"]) & set(parts[1]["text"])
+    assert len(parts[0]) + len(parts[1]) == 230
 
 
 def test_prepare_data_of_stdlib_for_each_island(tmp_path, everywhere, prepared_apart):
@@ -158,9 +155,8 @@ def test_prepare_data_of_stdlib_for_each_island(tmp_path, everywhere, prepared_a
             for source in (str(tmp_path / "out"), "stdlib")
         )
         assert np.array_equal(np.stack([row["input_ids"] for row in here.train]), there.train.ids)
-        assert (
-            np.array_equal(here.validation.ids, there.validation.ids) and len(here.validation) == 7
-        )
+        assert np.array_equal(here.validation.ids, there.validation.ids)
+        assert len(here.validation) == 7
     batch = next(iter(here.loaders(4)[0]))
     assert batch["input_ids"].shape == (4, LENGTH) and set(batch) == {"input_ids", "labels"}
 
@@ -205,16 +201,10 @@ def test_prepare_data_overwrites_only_when_asked(tmp_path, capsys, monkeypatch):
     assert not np.array_equal(
         ids(datasets.load_from_disk(tmp_path / "out")["train"])[:5], before[:5]
     )
-    assert (
-        prepared(first, tmp_path / "two", 1, "--overwrite") == 2
-        and "not written by this script" in capsys.readouterr().err
-    )
-    assert (second / "a.jsonl").exists() and sorted(os.listdir(tmp_path)) == [
-        "cache",
-        "one",
-        "out",
-        "two",
-    ]
+    assert prepared(first, tmp_path / "two", 1, "--overwrite") == 2
+    assert "not written by this script" in capsys.readouterr().err
+    assert (second / "a.jsonl").exists()
+    assert sorted(os.listdir(tmp_path)) == ["cache", "one", "out", "two"]
 
 
 @pytest.mark.parametrize(

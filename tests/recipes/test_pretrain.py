@@ -50,12 +50,7 @@ def test_pretrain_compile_takes_a_backend_or_none():
         parsed("--compile"),
         parsed("--compile", "eager"),
         parsed("--compile", "--bf16"),
-    ] == [
-        None,
-        "inductor",
-        "eager",
-        "inductor",
-    ]
+    ] == [None, "inductor", "eager", "inductor"]
 
 
 def rows_file(folder, rows):
@@ -138,11 +133,8 @@ def test_pretrain_mesh_sees_each_row_once(run_ranks, tmp_path):
         for i in range(2)
     )
     seen = [row for batches in ranks for batch in batches for row in batch]
-    assert (
-        len(seen) == len(set(seen)) == 48
-        and not held_out & set(seen)
-        and set(seen) < set(range(51))
-    )
+    assert len(seen) == len(set(seen)) == 48 and not held_out & set(seen)
+    assert set(seen) < set(range(51))
     summary, lines = told(tmp_path / "out")
     assert {k: summary[k] for k in ("islands", "procs", "tokens", "digests_equal")} == {
         "islands": 2,
@@ -150,17 +142,14 @@ def test_pretrain_mesh_sees_each_row_once(run_ranks, tmp_path):
         "tokens": steps * 4 * 2 * 32,
         "digests_equal": True,
     }
-    assert [line["step"] for line in lines] == [2, 4, 6] and lines[-1]["bytes_sent"] == summary[
-        "bytes_sent_per_island"
-    ] > 0
+    assert [line["step"] for line in lines] == [2, 4, 6]
+    assert lines[-1]["bytes_sent"] == summary["bytes_sent_per_island"] > 0
     for line in lines:  # 4 ranks of 0.01 Tflops
         assert line["mfu"] == pytest.approx(
             line["tokens_per_second"] * report.flops_per_token(tiny(), 32) / 4e10
         )
-        assert (
-            line["global_loss"] == pytest.approx(math.log(258), abs=0.5)
-            and line["peak_memory"] > 50e6
-        )
+        assert line["global_loss"] == pytest.approx(math.log(258), abs=0.5)
+        assert line["peak_memory"] > 50e6
 
 
 def test_pretrain_islands_send_what_a_mesh_sends(run_ranks, tmp_path):
@@ -185,9 +174,8 @@ def test_pretrain_islands_send_what_a_mesh_sends(run_ranks, tmp_path):
     assert summary["mfu"] is None and summary["digests_equal"] is True
     # each island's own loss, and the one of both
     for here, there in zip(lines, others, strict=True):
-        assert here["loss"] != there["loss"] and here["global_loss"] == pytest.approx(
-            there["global_loss"], rel=1e-6
-        )
+        assert here["loss"] != there["loss"]
+        assert here["global_loss"] == pytest.approx(there["global_loss"], rel=1e-6)
 
 
 @pytest.mark.slow
@@ -220,14 +208,10 @@ def test_pretrain_compiled_run_learns_the_same(run_ranks, tmp_path):
             args=(tmp_path / name, *options),
         )
     (plain, _), (both, _) = told(tmp_path / "plain"), told(tmp_path / "both")
-    assert (
-        both["compile"] == "aot_eager"
-        and both["activation_checkpointing"]
-        and plain["compile"] is None
-    )
-    assert plain["loss_end"] < plain["loss_start"] - 0.1 and both["loss_end"] == pytest.approx(
-        plain["loss_end"], rel=1e-4
-    )
+    assert both["compile"] == "aot_eager" and both["activation_checkpointing"]
+    assert plain["compile"] is None
+    assert plain["loss_end"] < plain["loss_start"] - 0.1
+    assert both["loss_end"] == pytest.approx(plain["loss_end"], rel=1e-4)
     assert runs["both"] == runs["plain"]
 
 

@@ -232,10 +232,8 @@ def assert_same(whole, resumed, step, micro=1):
     """The resumed part is the second part of the uninterrupted run."""
     for one, two in zip(whole, resumed, strict=True):
         assert two["steps"] == list(range(step + 1, STEPS + 1))
-        assert (
-            two["rows"] == one["rows"][step * micro :]
-            and two["losses"] == one["losses"][step * micro :]
-        )
+        assert two["rows"] == one["rows"][step * micro :]
+        assert two["losses"] == one["losses"][step * micro :]
         assert set(one["end"]) == set(two["end"])
         assert [k for k in one["end"] if one["end"][k] != two["end"][k]] == []
 

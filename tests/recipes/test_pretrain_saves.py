@@ -66,9 +66,8 @@ def test_pretrain_save_islands_stopped_at_unlike_steps(run_ranks, source):  # no
         f"resumed from checkpoint of step {step}" in o.log
         for step, o in zip(steps, again, strict=True)
     )
-    assert last(source, "run", 0)["digests_equal"] is True and all(
-        o.value["steps"][-1] == 10 for o in again
-    )
+    assert last(source, "run", 0)["digests_equal"] is True
+    assert all(o.value["steps"][-1] == 10 for o in again)
 
 
 def test_pretrain_resume_auto_without_checkpoints_begins(run_ranks, source):  # noqa: F811
@@ -117,10 +116,8 @@ def test_pretrain_save_full_disk_on_one_island(run_ranks, source, how):  # noqa:
             apart(rank, source, "run", options)
 
     out = run_ranks(job, **ONE, check=False)
-    assert [o.status for o in out] == [
-        0,
-        0,
-    ] and "checkpoint of step 4 not saved ([Errno 28] No space" in out[1].log
+    assert [o.status for o in out] == [0, 0]
+    assert "checkpoint of step 4 not saved ([Errno 28] No space" in out[1].log
     assert [last(source, "run", i)["failed_saves"] for i in (0, 1)] == [0, 1]
     assert [n for n in held(source, "run") if n.startswith("1/")] == [
         f"1/checkpoint-{s}" for s in (10, 2, 6, 8)
@@ -151,10 +148,8 @@ def test_pretrain_save_refuses_a_nan(run_ranks, source):  # noqa: F811
 
     out = run_ranks(job, **ONE, check=False)
     assert [o.status for o in out] == [0, 0], out[0].error
-    assert (
-        "checkpoint of step 4 not saved (replica.optimizer." in out[0].log
-        and "holds values that are not finite" in out[0].log
-    )
+    assert "checkpoint of step 4 not saved (replica.optimizer." in out[0].log
+    assert "holds values that are not finite" in out[0].log
     assert held(source, "run") == [f"{i}/checkpoint-{s}" for i in (0, 1) for s in (2, 6)]
 
 

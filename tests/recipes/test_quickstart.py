@@ -95,11 +95,8 @@ def test_quickstart_trains_and_reports(tmp_path):
         "procs": 2,
         "steps": 60,
     }
-    assert (
-        summary["tokens"] == 60 * 2 * 2 * 4 * 128
-        and summary["parameters"] == 459_904
-        and summary["exchanges"] == 60
-    )
+    assert summary["tokens"] == 60 * 2 * 2 * 4 * 128 and summary["parameters"] == 459_904
+    assert summary["exchanges"] == 60
     assert summary["bytes_full_per_island"] == 2 * 459_904 * 60
     assert 0 < summary["bytes_sent_per_island"] < summary["bytes_full_per_island"] / 40
     assert summary["ratio"] == pytest.approx(
@@ -122,10 +119,8 @@ def test_quickstart_trains_and_reports(tmp_path):
             "bytes_sent",
             "seconds_waiting",
         } <= set(lines[0])
-        assert (
-            lines[-1]["tokens"] == summary["tokens"]
-            and lines[-1]["bytes_sent"] == summary["bytes_sent_per_island"]
-        )
+        assert lines[-1]["tokens"] == summary["tokens"]
+        assert lines[-1]["bytes_sent"] == summary["bytes_sent_per_island"]
     assert "bf16 all-reduce would send" in done.stdout and "yes, bit for bit" in done.stdout
     # three evaluations and the table: island 0 only
     assert sum("validation loss" in line for line in done.stdout.splitlines()) == 4

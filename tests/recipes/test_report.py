@@ -190,10 +190,8 @@ def test_report_peak_is_known_by_name_or_given(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         assert report.peak_flops(torch.device("cuda")) == peak * 1e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Another GPU")
-    assert (
-        report.peak_flops(torch.device("cuda")) is None
-        and report.peak_flops(torch.device("cuda"), 5) == 5e12
-    )
+    assert report.peak_flops(torch.device("cuda")) is None
+    assert report.peak_flops(torch.device("cuda"), 5) == 5e12
     assert report.peak_flops(torch.device("cpu")) is None
 
 

@@ -48,9 +48,7 @@ def test_start_line_has_every_part_once(launched: float, caplog: Any) -> None:
     assert abs(sum(start.parts.values()) - (time.time() - launched)) < 5
 
 
-def test_start_without_a_launcher_counts_from_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_start_without_a_launcher_counts_from_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process without a launcher counts from its own start."""
     monkeypatch.delenv("ISLAND_LAUNCHED", raising=False)
     start = Start()

@@ -136,11 +136,7 @@ def test_environment_slots_are_the_parts_of_the_data() -> None:
     """A topology has as many parts of the data as slots, or as islands where ISLAND_SLOTS is not
     set.
     """
-    env = {
-        "ISLAND_ENDPOINT": "host:1",
-        "ISLAND_COUNT": "2",
-        "ISLAND_RANK": "2",
-    }
+    env = {"ISLAND_ENDPOINT": "host:1", "ISLAND_COUNT": "2", "ISLAND_RANK": "2"}
     t = Topology.from_env({**env, "ISLAND_SLOTS": "4"})
     assert (t.kind, t.island, t.islands, t.count, t.suffice) == ("islands", 2, 4, 2, 0)
     # without it as many as islands

@@ -294,10 +294,8 @@ def test_attempt_refusal_reaches_all_ranks(run_ranks, run) -> None:
 
     run_ranks(finish, 1, 1, env={**run, "ISLAND_COUNT": "2"})
     for text in run_ranks(again, 2, 2, env=run):
-        assert (
-            f"ISLAND_RUN={run['ISLAND_RUN']!r} was already started" in text
-            and "has finished" in text
-        )
+        assert f"ISLAND_RUN={run['ISLAND_RUN']!r} was already started" in text
+        assert "has finished" in text
         assert "set a new ISLAND_RUN on all islands" in text
 
 
@@ -362,11 +360,8 @@ def test_attempt_that_ends_tells_who_waits(run_ranks, run) -> None:
         return str(error.value)
 
     text, _ = run_ranks(fn, 2, 1, env=run)
-    assert (
-        "island0 waited for islands 1" in text
-        and "island 1 left" in text
-        and "start this island again" in text
-    )
+    assert "island0 waited for islands 1" in text and "island 1 left" in text
+    assert "start this island again" in text
 
 
 # ---- presence ----------------------------------------------------------------------------------
@@ -409,11 +404,8 @@ def test_rendezvous_names_an_unreadable_note(run_ranks, run, note: str, says: st
         return str(error.value).replace(key, "KEY")
 
     (text,) = run_ranks(fn, 1, 1, env={**run, "ISLAND_COUNT": "2"})
-    assert (
-        "note KEY" in text
-        and says in text
-        and ", which only the islands should reach, cannot be read" in text
-    )
+    assert "note KEY" in text and says in text
+    assert ", which only the islands should reach, cannot be read" in text
     assert "of island 1" in text or "bytes" in says
 
 

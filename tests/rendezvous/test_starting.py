@@ -27,11 +27,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def place(
     island: int, count: int = 3, suffice: int = 2, timeout: float = 0.3, slots: int = 0
 ) -> Topology:
-    of = {
-        "endpoint": "the test",
-        "timeout": timeout,
-        "name": f"isle{island}",
-    }
+    of = {"endpoint": "the test", "timeout": timeout, "name": f"isle{island}"}
     return Topology("islands", island, slots or count, count=count, suffice=suffice, **of)
 
 

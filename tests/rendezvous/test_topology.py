@@ -182,10 +182,8 @@ def test_topology_refuses_another_layout_at_once(run_ranks) -> None:
     start = time.monotonic()
     counts, shards = zip(*run_ranks(fn, 2, 1, timeout=60), strict=True)
     assert time.monotonic() - start < 25  # ISLAND_TIMEOUT is 30 s: nobody waited for it
-    assert (
-        "ISLAND_COUNT=3, island0 has 2" in counts[0]
-        and "ISLAND_COUNT=2, island1 has 3" in counts[1]
-    )
+    assert "ISLAND_COUNT=3, island0 has 2" in counts[0]
+    assert "ISLAND_COUNT=2, island1 has 3" in counts[1]
     for text in shards:
         assert "2 shards x 1 copy" in text and "1 shard x 2 copies" in text and "must agree" in text
 
@@ -213,11 +211,8 @@ def test_topology_islands_start_in_any_order(run_ranks) -> None:
         return refusal(lambda: fsdp_demo.attach(sgd([torch.nn.Parameter(torch.zeros(3))]), "full"))
 
     for i, text in enumerate(run_ranks(again, 3, 1, env=env)):
-        assert (
-            f"ISLAND_RUN={run!r}" in text
-            and f"ISLAND_RANK={i}" in text
-            and "set a new ISLAND_RUN on all islands" in text
-        )
+        assert f"ISLAND_RUN={run!r}" in text and f"ISLAND_RANK={i}" in text
+        assert "set a new ISLAND_RUN on all islands" in text
 
 
 def test_topology_attach_twice_in_turn(run_ranks) -> None:
@@ -353,10 +348,8 @@ def test_topology_refuses_differences_with_both_values(run_ranks) -> None:
             ), (name, text)
             for part in parts:
                 assert part in text, (name, part, text)
-        assert (
-            "steps: 300 here, 200 there" in found[0][4]
-            and "steps: 200 here, 300 there" in found[1][4]
-        )
+        assert "steps: 300 here, 200 there" in found[0][4]
+        assert "steps: 200 here, 300 there" in found[1][4]
 
 
 def test_topology_refusal_is_heard_by_a_late_thread(run_ranks) -> None:

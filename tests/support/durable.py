@@ -77,7 +77,5 @@ class Durable:
         from fsdp_demo.store.client import StoreClient
 
         return StoreClient(
-            f"127.0.0.1:{port or self.port}",
-            self._token if token is None else token,
-            deadline,
+            f"127.0.0.1:{port or self.port}", self._token if token is None else token, deadline
         )

@@ -295,9 +295,8 @@ def exchanged(line: PeerGroup, n: int, scale: int = 1) -> tuple[tuple[int, ...],
         assert all(torch.equal(a, b) for a, b in zip(arrived.means, means, strict=True)), (
             f"message {n}"
         )
-        assert arrived.slots == line.slots and [h.weight for h in arrived.headers] == [
-            weight(s) for s in line.slots
-        ]
+        assert arrived.slots == line.slots
+        assert [h.weight for h in arrived.headers] == [weight(s) for s in line.slots]
         _compare(came, line, n, sizes)
         return line.slots, came + arrived.means
     elif kind == 2:
