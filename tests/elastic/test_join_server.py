@@ -29,6 +29,7 @@ from fsdp_demo.peers.poller import Poller
 from fsdp_demo.peers.zeromq import Meeting, resolved
 
 from ..support.elastic import Islands
+from ..support.inside import in_a_process
 
 WAIT, TIMES = 15.0, 3
 
@@ -87,7 +88,8 @@ def trains_on(fault: Callable[[pytest.MonkeyPatch], None]) -> list[str]:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 3.0])
-def test_join_server_asks_no_resolver(run_ranks: Callable[..., Any], seconds: float) -> None:
+@in_a_process
+def test_join_server_asks_no_resolver(seconds: float) -> None:
     """Members that have a host name let a newcomer in while the resolver fails, or takes longer
     than ISLAND_DEAD: they asked it once, when they came.
     """
@@ -103,18 +105,15 @@ def test_join_server_asks_no_resolver(run_ranks: Callable[..., Any], seconds: fl
 
         patch.setattr(socket, "getaddrinfo", asked)
 
-    def run() -> bool:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(address, "STRETCH", 2)
-            lines = trains_on(fault)
-        assert not [line for line in lines if "lost" in line or "silent" in line], lines
-        return True
-
-    assert run_ranks(run, 1, 1) == [True]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(address, "STRETCH", 2)
+        lines = trains_on(fault)
+    assert not [line for line in lines if "lost" in line or "silent" in line], lines
 
 
 @pytest.mark.parametrize("lacks", ["port", "descriptor"])
-def test_join_server_without_room_lets_in_later(run_ranks: Callable[..., Any], lacks: str) -> None:
+@in_a_process
+def test_join_server_without_room_lets_in_later(lacks: str) -> None:
     """A member that has no port or no descriptor left says so and trains on, and the newcomer is
     let in once it has one; what was opened for it before is closed.
     """
@@ -135,12 +134,8 @@ def test_join_server_without_room_lets_in_later(run_ranks: Callable[..., Any], l
             full = zmq.ZMQError(errno.EMFILE)
             patch.setattr(Poller, "add", lambda *args: failing(add, full, *args))
 
-    def run() -> bool:
-        lines = trains_on(fault)
-        assert [line for line in lines if "lets nobody in for now" in line], lines
-        return True
-
-    assert run_ranks(run, 1, 1) == [True]
+    lines = trains_on(fault)
+    assert [line for line in lines if "lets nobody in for now" in line], lines
 
 
 def test_join_server_closes_what_a_refused_newcomer_got(monkeypatch: pytest.MonkeyPatch) -> None:

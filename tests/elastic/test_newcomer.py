@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +31,7 @@ from fsdp_demo.peers.join_messages import LONGEST, DonorSnapshot, Expected, Tick
 from fsdp_demo.peers.zeromq import Meeting
 
 from ..support.elastic import Islands
+from ..support.inside import in_a_process
 from ..support.sealed import part_of_mean, shares
 
 LAST = 8
@@ -206,81 +206,73 @@ class Run:
 
 
 @pytest.mark.parametrize("count", [24, 1])
-def test_newcomer_base_among_questions(run_ranks: Callable[..., Any], count: int) -> None:
+@in_a_process
+def test_newcomer_base_among_questions(count: int) -> None:
     """A newcomer whose base lies among questions between two steps is not asked: all answers are
     those of the two that ask, and nobody ends.
     """
-
-    def fn() -> bool:
-        run = Islands(2)
-        made = Run(run, 5, count)
-        run.run(made.trains, 2 * WAIT)
-        if isinstance(made.results.get(2), BaseException):
-            raise made.results[2]
-        one, two = run.survivors()
-        assert one == two and one[1] == [(0, 1)] * count
-        slots, begun = one[0], [s for s, of in enumerate(one[0]) if 2 in of]
-        assert begun and slots == [(0, 1)] * begun[0] + [(0, 1, 2)] * (5 + LAST - begun[0])
-        assert made.results[2] == [(s, slots[s]) for s in range(made.results[2][0][0], 5 + LAST)]
-        assert begun[0] == 5
-        return True
-
-    assert run_ranks(fn, 1, 1) == [True]
+    run = Islands(2)
+    made = Run(run, 5, count)
+    run.run(made.trains, 2 * WAIT)
+    if isinstance(made.results.get(2), BaseException):
+        raise made.results[2]
+    one, two = run.survivors()
+    assert one == two and one[1] == [(0, 1)] * count
+    slots, begun = one[0], [s for s, of in enumerate(one[0]) if 2 in of]
+    assert begun and slots == [(0, 1)] * begun[0] + [(0, 1, 2)] * (5 + LAST - begun[0])
+    assert made.results[2] == [(s, slots[s]) for s in range(made.results[2][0][0], 5 + LAST)]
+    assert begun[0] == 5
 
 
-def test_newcomer_that_stands_does_not_keep_others_out(run_ranks: Callable[..., Any]) -> None:
+@in_a_process
+def test_newcomer_that_stands_does_not_keep_others_out() -> None:
     """A newcomer that stands does not keep others out. Island 2 is let in and stands. Island 3
     comes in after ISLAND_DEAD; it says nothing for longer than that but that it lives, and it is
     not dropped.
     """
+    run, came, end = Islands(2, dead=1.5), list[PeerGroup](), threading.Event()
 
-    def fn() -> bool:
-        run, came, end = Islands(2, dead=1.5), list[PeerGroup](), threading.Event()
+    def comes(slot: int) -> PeerGroup:
+        names = {**run.names, slot: f"island{slot}"}
+        here = (len(names), tuple(names.values()), "127.0.0.1", WAIT, run.token)
+        return connect.newcomer_peers(
+            Meeting(run.store, "line", 2, *here),
+            PeerPosition(slot, 0, 1, names),
+            0,
+            lambda: run.store.under("line"),
+            None,
+            connect.Limits(run.dead),
+        )
 
-        def comes(slot: int) -> PeerGroup:
-            names = {**run.names, slot: f"island{slot}"}
-            here = (len(names), tuple(names.values()), "127.0.0.1", WAIT, run.token)
-            return connect.newcomer_peers(
-                Meeting(run.store, "line", 2, *here),
-                PeerPosition(slot, 0, 1, names),
-                0,
-                lambda: run.store.under("line"),
-                None,
-                connect.Limits(run.dead),
-            )
+    def joins() -> None:
+        try:
+            alive, newcomer.MemberSearch._say = (newcomer.MemberSearch._say, lambda self: None)
+            came.append(comes(2))
+            newcomer.MemberSearch._say = alive
+            came.append(comes(3))
+            time.sleep(2 * run.dead)
+        finally:
+            end.set()
 
-        def joins() -> None:
-            try:
-                alive, newcomer.MemberSearch._say = (newcomer.MemberSearch._say, lambda self: None)
-                came.append(comes(2))
-                newcomer.MemberSearch._say = alive
-                came.append(comes(3))
-                time.sleep(2 * run.dead)
-            finally:
-                end.set()
+    def trains(line: PeerGroup) -> Any:
+        step = 0
+        while not end.is_set() or step < 3:
+            common(line, step)
+            time.sleep(0.02)
+            step += 1
+            if line.slot == 0 and step == 2:
+                threading.Thread(target=joins).start()
+            stop = agreement.mean_of(line, step, float(end.is_set()))
+            if stop > 0 and step >= 3:
+                break
+        joining_island = line._driver.join_server.joining_island
+        return joining_island.name if joining_island is not None else None
 
-        def trains(line: PeerGroup) -> Any:
-            step = 0
-            while not end.is_set() or step < 3:
-                common(line, step)
-                time.sleep(0.02)
-                step += 1
-                if line.slot == 0 and step == 2:
-                    threading.Thread(target=joins).start()
-                stop = agreement.mean_of(line, step, float(end.is_set()))
-                if stop > 0 and step >= 3:
-                    break
-            joining_island = line._driver.join_server.joining_island
-            return joining_island.name if joining_island is not None else None
-
-        run.run(trains, 2 * WAIT)
-        names = run.survivors()
-        for line in came:
-            line.following.close()
-        assert len(came) == 2 and names == ["island3", "island3"], (came, names)
-        return True
-
-    assert run_ranks(fn, 1, 1) == [True]
+    run.run(trains, 2 * WAIT)
+    names = run.survivors()
+    for line in came:
+        line.following.close()
+    assert len(came) == 2 and names == ["island3", "island3"], (came, names)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

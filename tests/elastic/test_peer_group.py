@@ -24,7 +24,8 @@ from fsdp_demo.rendezvous.position import ShardPosition
 from ..peers.test_header import uint8
 from ..support import probe, threaded
 from ..support.elastic import Islands
-from ..support.threaded import alone, values
+from ..support.inside import in_a_process, in_ranks
+from ..support.threaded import values
 
 
 def on_lines(fn: Any, count: int, timeout: float = 10.0) -> list[Any]:
@@ -65,7 +66,8 @@ def test_streams_have_a_budget_over_all_peers() -> None:
 
 
 @pytest.mark.parametrize("late, expected", [(0.0, 1), (0.06, 4)])
-def test_round_trip_is_the_longest_that_one_rank_has_seen(run_ranks, late, expected) -> None:
+@in_ranks(1, 1)
+def test_round_trip_is_the_longest_that_one_rank_has_seen(late, expected) -> None:
     """One rank's kernel has seen a longer way than those of the others (which here are near): all
     open the same number of connections.
     """
@@ -75,13 +77,10 @@ def test_round_trip_is_the_longest_that_one_rank_has_seen(run_ranks, late, expec
             line.seen_round_trip = lambda: late  # type: ignore[method-assign]
         return streams(round_trip(line), 2), line.meter.bytes_sent
 
-    def run(me: Any) -> None:
-        outs = on_lines(counted, 3)
-        assert all(out == outs[0] for out in outs)
-        count, sent = outs[0]
-        assert count >= expected and sent == 0
-
-    run_ranks(run, 1, 1)
+    outs = on_lines(counted, 3)
+    assert all(out == outs[0] for out in outs)
+    count, sent = outs[0]
+    assert count >= expected and sent == 0
 
 
 @pytest.mark.parametrize("name", ["demo", "diloco"])
@@ -144,31 +143,28 @@ def test_peer_groups_of_one_mesh_keep_messages_apart(run_ranks) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO of Linux")
-def test_round_trip_is_not_that_of_slow_processes(run_ranks) -> None:
+@in_a_process
+def test_round_trip_is_not_that_of_slow_processes() -> None:
     """Slow processes make no round trip longer: on busy cores a message takes as long as if the
     islands were far apart.
     """
+    islands = Islands(3)
 
-    def run() -> None:
-        islands = Islands(3)
+    def fn(line: Any) -> float:
+        whole = line.all_gather
 
-        def fn(line: Any) -> float:
-            whole = line.all_gather
+        def slow(*args: Any) -> Any:
+            time.sleep(0.2)
+            out = whole(*args)
+            time.sleep(0.2)
+            return out
 
-            def slow(*args: Any) -> Any:
-                time.sleep(0.2)
-                out = whole(*args)
-                time.sleep(0.2)
-                return out
+        line.all_gather = slow
+        return float(round_trip(line))
 
-            line.all_gather = slow
-            return float(round_trip(line))
-
-        found = set(islands.run(fn).values())
-        (seconds,) = found  # the same on all
-        assert 0 < seconds < 0.1
-
-    alone(run_ranks, run)
+    found = set(islands.run(fn).values())
+    (seconds,) = found  # the same on all
+    assert 0 < seconds < 0.1
 
 
 def test_rehearsed_link_takes_half_a_round_trip_per_leg(monkeypatch: pytest.MonkeyPatch) -> None:

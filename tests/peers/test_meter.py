@@ -14,6 +14,7 @@ from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.elastic import chunks
 
 from ..support import threaded
+from ..support.inside import in_ranks
 from ..support.threaded import Tap, values
 
 METERED = {
@@ -109,16 +110,13 @@ def test_meter_counts_to_the_byte(run_ranks, everywhere, piece) -> None:
     run_ranks(run, 1, 1)
 
 
-def test_meter_sparse_message_follows_the_formula(run_ranks) -> None:
+@in_ranks(1, 1)
+def test_meter_sparse_message_follows_the_formula() -> None:
     """A sparse message has a header, one bit per tensor and the section; nothing else is sent, and
     both directions are equal.
     """
     config = METERED["demo"][0]
     layout = Layout([(130, 70), (130,), (3, 130), (3,)], ["transform"] * 4)
     expected = 7 * (56 + 1 + sparse.sparse_bytes(layout, config.channels[0].codec))
-
-    def run(me: Any) -> None:
-        for after, *_ in metered(config, 2):
-            assert after["bytes_sent"] == after["bytes_received"] == expected
-
-    run_ranks(run, 1, 1)
+    for after, *_ in metered(config, 2):
+        assert after["bytes_sent"] == after["bytes_received"] == expected

@@ -23,6 +23,7 @@ from fsdp_demo.peers.pieces import LARGEST
 from fsdp_demo.peers.zeromq import Meeting, ZeroMQ
 from fsdp_demo.store.client import WorldStore
 
+from ..support.inside import in_a_process
 from ..support.relay import Relay
 from ..support.threaded import alone
 
@@ -119,7 +120,8 @@ def piece(size: int, value: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("token", ["", TOKEN])
-def test_zeromq_bodies_go_both_ways(run_ranks, token: str) -> None:
+@in_a_process
+def test_zeromq_bodies_go_both_ways(token: str) -> None:
     """Bodies of several pieces go both ways, with and without a token."""
     n = 3 * LARGEST + 5
 
@@ -128,10 +130,7 @@ def test_zeromq_bodies_go_both_ways(run_ranks, token: str) -> None:
         _, bodies = line.gather(line.header(PAYLOAD), body)
         return int(bodies[1 - line.rank].sum())
 
-    def run() -> None:
-        assert good(on_lines(swap, 2, token=[token] * 2)) == [2 * n, n]
-
-    alone(run_ranks, run)
+    assert good(on_lines(swap, 2, token=[token] * 2)) == [2 * n, n]
 
 
 def test_zeromq_bytes_on_the_wire(run_ranks) -> None:

@@ -18,6 +18,7 @@ from fsdp_demo.rendezvous.position import ShardPosition
 from fsdp_demo.store.client import WorldStore
 
 from ..support.elastic import descriptors, die
+from ..support.inside import in_a_process
 from ..support.threaded import alone, at_once
 
 
@@ -48,45 +49,42 @@ def swapped(peers: PeerGroup) -> list[int]:
 
 
 @pytest.mark.parametrize("end", ["killed", "closed", "silent", "stands"])
-def test_mesh_loss_is_told_without_the_store(run_ranks: Callable[..., Any], end: str) -> None:
+@in_a_process
+def test_mesh_loss_is_told_without_the_store(end: str) -> None:
     """The survivor says who was lost and why within the timeout, though the store of the world
     went with the lost replica; no step asks that store.
     """
+    store, found, over = HeldStore(), list[str](), threading.Event()
 
-    def run() -> None:
-        store, found, over = HeldStore(), list[str](), threading.Event()
+    def replica(i: int) -> None:
+        peers = met(store, i, 2.0)
+        assert swapped(peers) == [0, 1]
+        store.held, before = True, store.asked
+        assert [swapped(peers) for _ in range(3)] == [[0, 1]] * 3
+        driver = peers._driver
+        assert driver is not None
+        if i == 1:
+            if end == "killed":
+                driver.do(lambda: die(driver))
+            if end == "closed":
+                peers.release()
+            if end == "silent":
+                driver.do(lambda: over.wait(20.0))
+            assert over.wait(20.0)
+            return
+        with pytest.raises(PeerLost) as lost:
+            swapped(peers)
+        found.append(str(lost.value))
+        assert store.asked == before
+        peers.release()
+        over.set()
 
-        def replica(i: int) -> None:
-            peers = met(store, i, 2.0)
-            assert swapped(peers) == [0, 1]
-            store.held, before = True, store.asked
-            assert [swapped(peers) for _ in range(3)] == [[0, 1]] * 3
-            driver = peers._driver
-            assert driver is not None
-            if i == 1:
-                if end == "killed":
-                    driver.do(lambda: die(driver))
-                if end == "closed":
-                    peers.release()
-                if end == "silent":
-                    driver.do(lambda: over.wait(20.0))
-                assert over.wait(20.0)
-                return
-            with pytest.raises(PeerLost) as lost:
-                swapped(peers)
-            found.append(str(lost.value))
-            assert store.asked == before
-            peers.release()
-            over.set()
-
-        at_once(replica, 2, 30.0)
-        why = {"silent": "silent for 2 s", "stands": "it is alive, but has not come to message"}
-        reason = why.get(end, "closed by peer")
-        few = "; 2 must go on together, and 1 of them can"
-        told = rf"island 1 \(island1\) is lost: .*{reason}.*{few}.*#island-lost"
-        assert re.match(told, found[0]), found
-
-    alone(run_ranks, run)
+    at_once(replica, 2, 30.0)
+    why = {"silent": "silent for 2 s", "stands": "it is alive, but has not come to message"}
+    reason = why.get(end, "closed by peer")
+    few = "; 2 must go on together, and 1 of them can"
+    told = rf"island 1 \(island1\) is lost: .*{reason}.*{few}.*#island-lost"
+    assert re.match(told, found[0]), found
 
 
 def test_mesh_replica_that_came_in_vain_is_not_awaited(

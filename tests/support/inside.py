@@ -39,6 +39,17 @@ def in_ranks(islands: int = 2, procs: int = 2, **options: Any) -> Callable[[Test
     return decorator
 
 
+def in_a_process(test: Test) -> Test:
+    """The test runs in a process of its own, which may fork: its threads and sockets end with it.
+    Its arguments travel there, as those of `in_ranks` do.
+    """
+
+    def run(run_ranks: Any, given: dict[str, Any]) -> None:
+        run_ranks(lambda: test(**given), 1, 1, timeout=120)
+
+    return _as_test(test, set(), run)
+
+
 def in_threads(
     count: int = 2, timeout: float = 10.0, limit: float = 60.0
 ) -> Callable[[Test], Test]:
