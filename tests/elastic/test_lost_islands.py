@@ -214,30 +214,26 @@ def test_end_waits_for_nobody_that_is_gone() -> None:
     assert waited == [True]
 
 
-def test_lost_island_leaks_no_descriptor_or_thread(run_ranks) -> None:
+@in_a_process
+def test_lost_island_leaks_no_descriptor_or_thread() -> None:
     """Descriptors and threads fall back after a loss."""
+    here, counts = Islands(3), list[tuple[int, int]]()
 
-    def run() -> Any:
-        here, counts = Islands(3), list[tuple[int, int]]()
+    def fn(line: Any) -> None:
+        for n in range(24):
+            if n == 12 and line.slot == 2:
+                here.kill(2)
+            exchanged(line, n)
+        line.wait_stable(10)
 
-        def fn(line: Any) -> None:
-            for n in range(24):
-                if n == 12 and line.slot == 2:
-                    here.kill(2)
-                exchanged(line, n)
-            line.wait_stable(10)
-
-        for k in range(3):
-            here = Islands(3)
-            here.run(fn)
-            assert agree_on_two(here)
-            until = time.monotonic() + 20  # a thread that asked the store may be about to end
-            while k and descriptors() > counts[0] and time.monotonic() < until:
-                time.sleep(0.05)
-            counts.append(descriptors())
-        return counts
-
-    counts = alone(run_ranks, run)
+    for k in range(3):
+        here = Islands(3)
+        here.run(fn)
+        assert agree_on_two(here)
+        until = time.monotonic() + 20  # a thread that asked the store may be about to end
+        while k and descriptors() > counts[0] and time.monotonic() < until:
+            time.sleep(0.05)
+        counts.append(descriptors())
     assert counts[2] <= counts[0], counts
 
 
