@@ -17,12 +17,14 @@ from . import threaded
 Test = Callable[..., Any]
 
 
-def in_ranks(islands: int = 2, procs: int = 2, **options: Any) -> Callable[[Test], Test]:
+def in_ranks(
+    islands: int = 2, procs: int | list[int] = 2, **options: Any
+) -> Callable[[Test], Test]:
     """The test is what each rank of `run_ranks(..., islands, procs, **options)` does.
 
     Its parameter `me`, if it has one, is the `Rank`. Its other arguments travel to the ranks, so it
     takes no fixture but those that can be pickled. Parameters `islands` and `procs` stand in for
-    those of the decorator.
+    those of the decorator; `env` is added to its variables.
     """
 
     def decorator(test: Test) -> Test:
@@ -30,8 +32,11 @@ def in_ranks(islands: int = 2, procs: int = 2, **options: Any) -> Callable[[Test
             def work(me: Any) -> None:
                 test(**({"me": me} if takes_me else {}), **given)
 
-            sizes = {n: given[n] for n in ("islands", "procs") if n in given}
-            run_ranks(work, **{"islands": islands, "procs": procs, **sizes}, **options)
+            how = {"islands": islands, "procs": procs, **options}
+            how |= {n: given[n] for n in ("islands", "procs") if n in given}
+            if "env" in given:
+                how["env"] = {**given["env"], **options.get("env", {})}
+            run_ranks(work, **how)
 
         takes_me = "me" in inspect.signature(test).parameters
         return _as_test(test, {"me"}, run)
