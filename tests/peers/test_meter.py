@@ -14,6 +14,7 @@ from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.elastic import chunks
 
 from ..support import threaded
+from ..support.cases import named
 from ..support.inside import in_ranks
 from ..support.threaded import Tap, values
 
@@ -81,33 +82,24 @@ def metered(config: fsdp_demo.ExchangeConfig, count: int, steps: int = 7) -> lis
 
 
 @pytest.mark.parametrize("piece", [None, 1000])
-def test_meter_counts_to_the_byte(run_ranks, everywhere, piece) -> None:
+@in_ranks(1, 1)
+def test_meter_counts_to_the_byte(piece) -> None:
     """The meter counts what is handed over to the connections, to the byte."""
     if piece:
-        everywhere.setattr(chunks, "LARGEST", piece)
-
-    def run(me: Any) -> None:
-        for name, (config, period) in METERED.items():
-            for count in (2, 3):
-                results = metered(config, count)
-                for i, (after, before, sent, sends) in enumerate(results):
-                    received = sum(r[2][i] for r in results)
-                    legs = 1 if config.channels[0].codec.sparse else 3
-                    assert before["bytes_sent"] == before["messages"] == before["exchanges"] == 0, (
-                        name
-                    )
-                    assert (after["bytes_sent"], after["bytes_received"]) == (
-                        sum(sent),
-                        received,
-                    ), name
-                    assert (
-                        received > 0
-                        and after["exchanges"] == 7 // period
-                        and after["messages"] == legs * (7 // period)
-                    ), name
-                    assert piece or sends == after["messages"] * (count - 1), name
-
-    run_ranks(run, 1, 1)
+        chunks.LARGEST = piece
+    for name, (config, period) in METERED.items():
+        for count in (2, 3):
+            results = metered(config, count)
+            for i, (after, before, sent, sends) in enumerate(results):
+                received = sum(r[2][i] for r in results)
+                legs = 1 if config.channels[0].codec.sparse else 3
+                with named(name):
+                    assert before["bytes_sent"] == before["messages"] == before["exchanges"] == 0
+                    assert after["bytes_sent"] == sum(sent)
+                    assert after["bytes_received"] == received > 0
+                    assert after["exchanges"] == 7 // period
+                    assert after["messages"] == legs * (7 // period)
+                    assert piece or sends == after["messages"] * (count - 1)
 
 
 @in_ranks(1, 1)
