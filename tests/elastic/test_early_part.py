@@ -7,7 +7,6 @@ sums are exact.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from fsdp_demo.peers.collectives import ReceivedMessage
 from fsdp_demo.peers.header import PAYLOAD, QUESTION
 
 from ..support.elastic import Islands, agree, body, vectors, weight
+from ..support.heard import heard
 from ..support.inside import in_a_process
 from ..support.threaded import alone
 
@@ -251,11 +251,7 @@ def test_early_part_beyond_its_size_is_refused() -> None:
 
 def log_of_two(fn: Callable[[Any, Islands, list[str]], None]) -> list[str]:
     """What is logged while each of two islands runs `fn(line, islands, log so far)`."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fsdp_demo").addHandler(handler)
-    of = Islands(2)
+    said, of = heard(), Islands(2)
     of.run(lambda line: fn(line, of, said))
     return said
 

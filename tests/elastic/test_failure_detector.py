@@ -29,19 +29,11 @@ def signs_of(member: Member) -> FailureDetector:
     """What a rank hears of `member`, after 50 quick messages."""
 
     def wire() -> Any:
-        return Quiet(
-            gone="", heard_at=time.monotonic(), doubted=0.0, stood=0.0, close=lambda linger: None
-        )
+        heard = {"heard_at": time.monotonic(), "doubted": 0.0, "stood": 0.0}
+        return Quiet(gone="", close=lambda linger: None, **heard)
 
-    signs = FailureDetector(
-        None,  # type: ignore[arg-type]
-        {},
-        {},
-        {},
-        10.0,
-        600.0,
-        lambda rounds: patience(rounds, 600.0, 60.0),
-    )
+    bears = lambda rounds: patience(rounds, 600.0, 60.0)  # noqa: E731
+    signs = FailureDetector(None, {}, {}, {}, 10.0, 600.0, bears)  # type: ignore[arg-type]
     signs.rounds.extend([0.3] * 50)
     signs.admit(member, wire(), [wire()], time.monotonic())
     return signs

@@ -158,35 +158,27 @@ def test_lossy_link_who_goes_on(fault: str) -> None:
     ]
 
 
+@pytest.mark.parametrize(("sender", "receiver"), [(2, 1), (0, 1), (1, 0)])
 @in_a_process
-def test_lossy_link_changed_bytes_are_never_taken() -> None:
+def test_lossy_link_changed_bytes_are_never_taken(sender: int, receiver: int) -> None:
     """Bytes that are changed on the way are never taken (here the last byte of a long run of them):
     whoever receives them takes the sender for lost; `exchanged` compares all that is taken.
     """
-    for sender, receiver in ((2, 1), (0, 1), (1, 0)):
-        damaged: list[int] = []
+    damaged: list[int] = []
 
-        def bend(
-            data: bytes,
-            forth: bool,
-            sender: int = sender,
-            receiver: int = receiver,
-            damaged: list[int] = damaged,
-        ) -> bytes:
-            if forth != (sender > receiver) or len(data) < 2000 or damaged:
-                return data
-            damaged.append(len(data))
-            return data[:-1] + bytes([data[-1] ^ 1])
+    def bend(data: bytes, forth: bool) -> bytes:
+        if forth != (sender > receiver) or len(data) < 2000 or damaged:
+            return data
+        damaged.append(len(data))
+        return data[:-1] + bytes([data[-1] ^ 1])
 
-        def fault(
-            net: Network, sender: int = sender, receiver: int = receiver, bend: Any = bend
-        ) -> None:
-            for relay in net.relays[min(sender, receiver), max(sender, receiver)]:
-                relay.change = bend
+    def fault(net: Network) -> None:
+        for relay in net.relays[min(sender, receiver), max(sender, receiver)]:
+            relay.change = bend
 
-        here, on, found = through(3, fault)
-        assert damaged and len(on) == 2 and agree(found)[-1] == tuple(on)
-        assert not {sender, receiver} <= set(on) and len(here.expelled) == 1
+    here, on, found = through(3, fault)
+    assert damaged and len(on) == 2 and agree(found)[-1] == tuple(on)
+    assert not {sender, receiver} <= set(on) and len(here.expelled) == 1
 
 
 @in_a_process

@@ -24,8 +24,7 @@ from fsdp_demo.rendezvous.position import ShardPosition
 from ..peers.test_header import uint8
 from ..support import probe, threaded
 from ..support.elastic import Islands
-from ..support.inside import in_a_process, in_ranks
-from ..support.threaded import values
+from ..support.inside import in_a_process, in_ranks, in_threads
 
 
 def on_lines(fn: Any, count: int, timeout: float = 10.0) -> list[Any]:
@@ -46,15 +45,8 @@ def on_lines(fn: Any, count: int, timeout: float = 10.0) -> list[Any]:
 
 def test_streams_follow_from_the_round_trip() -> None:
     """The number of connections to a peer grows with the round trip."""
-    assert [streams(s, 1) for s in (0.0, 0.0125, 0.0205, 0.03, 0.0503, 0.1005, 1.0)] == [
-        1,
-        1,
-        1,
-        2,
-        4,
-        8,
-        streams_of.STREAMS,
-    ]
+    seconds = (0.0, 0.0125, 0.0205, 0.03, 0.0503, 0.1005, 1.0)
+    assert [streams(s, 1) for s in seconds] == [1, 1, 1, 2, 4, 8, streams_of.STREAMS]
 
 
 def test_streams_have_a_budget_over_all_peers() -> None:
@@ -100,9 +92,8 @@ def test_streams_do_not_change_training(run_ranks, everywhere, name) -> None:
             optimizer.step()
             optimizer.zero_grad()
         out = {n: p.detach().clone() for n, p in model.named_parameters()}
-        counts = {
-            k: v for k, v in exchange.metrics().items() if k.startswith(("bytes", "messages"))
-        }
+        found = exchange.metrics().items()
+        counts = {k: v for k, v in found if k.startswith(("bytes", "messages"))}
         connections = exchange.peers.num_connections
         exchange.finish()
         return out, counts, connections
@@ -116,30 +107,23 @@ def test_streams_do_not_change_training(run_ranks, everywhere, name) -> None:
         assert all(torch.equal(one[0][n], several[0][n]) for n in one[0])
 
 
-def test_peer_groups_of_one_mesh_keep_messages_apart(run_ranks) -> None:
+@in_threads(2)
+def test_peer_groups_of_one_mesh_keep_messages_apart(island, topology) -> None:
     """Two exchanges share a mesh and keep their messages apart, though on one island the second is
     first to speak.
     """
+    both = [topology.join(ShardPosition())[0] for _ in range(2)]
+    found: list[list[int]] = [[], []]
 
-    def island(i: int, topology: fsdp_demo.Topology) -> list[list[int]]:
-        both = [topology.join(ShardPosition())[0] for _ in range(2)]
-        found: list[list[int]] = [[], []]
+    def speak(k: int) -> None:
+        if k == island:
+            time.sleep(0.3)
+        line = both[k]
+        _, bodies = line.gather(line.header(frame.PAYLOAD), uint8(bytes([10 * k + island] * 4)))
+        found[k] = [int(b[0]) for b in bodies]
 
-        def speak(k: int) -> None:
-            if k == i:
-                time.sleep(0.3)
-            line = both[k]
-            assert line is not None
-            _, bodies = line.gather(line.header(frame.PAYLOAD), uint8(bytes([10 * k + i] * 4)))
-            found[k] = [int(b[0]) for b in bodies]
-
-        threaded.at_once(speak, 2, 10)
-        return found
-
-    def run() -> list[Any]:
-        return values(threaded.islands(island))
-
-    assert run_ranks(run, 1, 1) == [[[[0, 1], [10, 11]]] * 2]
+    threaded.at_once(speak, 2, 10)
+    assert found == [[0, 1], [10, 11]]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO of Linux")
