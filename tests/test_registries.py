@@ -212,8 +212,8 @@ def test_registry_refuses_entries_that_do_not_fit(monkeypatch: pytest.MonkeyPatc
     """An entry is refused where it does not fit."""
     enter(monkeypatch)
     for source, acts, codec, says in (
-        ("delta", "halved", Codec(),
-            "applier.acts_as='halved' cannot apply source 'delta': use applier.acts_as='outer_step'"),
+        ("delta", "halved", Codec(), "applier.acts_as='halved' cannot apply source 'delta': use "
+            "applier.acts_as='outer_step'"),
         ("gradient", "outer_step", Codec(), "applier.acts_as='outer_step' cannot apply source "
             "'gradient': use applier.acts_as='gradient' or 'halved'"),
         ("parameter", "replace", Codec(value_dtype="ternary"), "value_dtype fp32 or bf16"),
