@@ -18,31 +18,14 @@ from ..support.cases import named
 from ..support.inside import in_ranks
 from ..support.threaded import Tap, values
 
+OURS = {"period": 3, "inner_optimizers": "as_is"}
 METERED = {
     "full": (preset("full"), 1),
     "demo": (preset("demo"), 1),
-    "diloco-bf16": (preset("diloco", period=3, value_dtype="bf16", inner_optimizers="as_is"), 3),
-    "diloco-int8": (preset("diloco", period=3, value_dtype="int8", inner_optimizers="as_is"), 3),
-    "consensus": (
-        preset(
-            "decoupled_momentum",
-            transform=True,
-            period=3,
-            value_dtype="bf16",
-            inner_optimizers="as_is",
-        ),
-        3,
-    ),
-    "released": (
-        preset(
-            "decoupled_momentum",
-            transform=True,
-            period=3,
-            rule="released",
-            inner_optimizers="as_is",
-        ),
-        3,
-    ),
+    "diloco-bf16": (preset("diloco", value_dtype="bf16", **OURS), 3),
+    "diloco-int8": (preset("diloco", value_dtype="int8", **OURS), 3),
+    "consensus": (preset("decoupled_momentum", transform=True, value_dtype="bf16", **OURS), 3),
+    "released": (preset("decoupled_momentum", transform=True, rule="released", **OURS), 3),
     "delayed": (preset("demo", **{"schedule.delay": 2}), 1),
 }
 
@@ -64,17 +47,12 @@ def metered(config: fsdp_demo.ExchangeConfig, count: int, steps: int = 7) -> lis
         exchange.flush()
         assert exchange.peers.wait_read(10.0)  # what is counted has left
         out = exchange.metrics(), before, [to(r) for r in range(count)], len(tap.all_left())
-        assert exchange.digests_equal() == config.equal_after_exchange or not config.channels[
-            0
-        ].schedule.due(steps - 1)
+        due = config.channels[0].schedule.due(steps - 1)
+        assert exchange.digests_equal() == config.equal_after_exchange or not due
         after = exchange.metrics()
-        assert (after["bytes_sent"], after["messages"]) == (
-            out[0]["bytes_sent"],
-            out[0]["messages"],
-        )
-        assert after["setup_bytes"] - before["setup_bytes"] == sum(map(to, range(count))) - sum(
-            out[2]
-        )
+        assert all(after[name] == out[0][name] for name in ("bytes_sent", "messages"))
+        told = sum(map(to, range(count))) - sum(out[2])
+        assert after["setup_bytes"] - before["setup_bytes"] == told
         exchange.finish()
         return out
 
