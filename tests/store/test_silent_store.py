@@ -28,10 +28,10 @@ from fsdp_demo.rendezvous.position import ShardPosition
 from fsdp_demo.rendezvous.stop_notices import Presence
 from fsdp_demo.store.client import StoreClient
 
+from ..support import stores
 from ..support.heard import heard
 from ..support.inside import in_ranks
 from ..support.refused import refusal
-from ..support.stores import server_of
 
 runs = itertools.count()
 
@@ -63,17 +63,14 @@ def env(process: tuple[subprocess.Popen[bytes], str]) -> Iterator[dict[str, str]
     """
     started, endpoint = process
     where = {"ISLAND_ENDPOINT": endpoint, "ISLAND_TIMEOUT": "1.5"}
-    server = server_of(started.pid)
+    server = stores.server_of(started.pid)
     yield {**where, "ISLAND_RUN": f"silent-{next(runs)}", "STORE": str(server)}
     os.kill(server, signal.SIGCONT)
 
 
 def freeze() -> None:
     """Stop the store, and wait until it stands still."""
-    os.kill(int(os.environ["STORE"]), signal.SIGSTOP)
-    status = Path(f"/proc/{os.environ['STORE']}/stat")
-    while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "T":
-        time.sleep(0.02)
+    stores.freeze(int(os.environ["STORE"]))
     time.sleep(0.1)
 
 
@@ -181,11 +178,8 @@ def test_store_absent_is_said_in_one_line(tmp_path: Path) -> None:
         )
     assert done.returncode == 75
     assert f"no store answers at ISLAND_ENDPOINT={endpoint} after 1 s" in done.stderr
-    assert (
-        "frame #" not in done.stderr
-        and "Exception raised from" not in done.stderr
-        and done.stderr.count("Traceback") == 1
-    )
+    assert "frame #" not in done.stderr and "Exception raised from" not in done.stderr
+    assert done.stderr.count("Traceback") == 1
 
 
 FILLED = """
