@@ -21,6 +21,7 @@ from fsdp_demo.tools.doctor.measured import Direction
 from fsdp_demo.tools.doctor.probe import Pair, Probe, lost, pieces
 
 from ...support.inside import in_a_process, in_ranks
+from ...support.threaded import at_once
 from ...support.threads import warm
 
 
@@ -38,18 +39,8 @@ def paired(fn: Callable[[Pair, int], Any], timeout: float = 10.0, **how: Any) ->
         finally:
             pair.close()
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(100)
-    assert not any(t.is_alive() for t in threads), "a side hangs"
+    at_once(work, 2, 100)
     return found
-
-
-def alone(run_ranks: Any, run: Callable[[], Any]) -> Any:
-    """run() in a process of its own: threads and sockets end with it."""
-    return run_ranks(lambda me: run(), 1, 1, timeout=120)[0]
 
 
 def slowed(pair: Pair, rate: float) -> None:
@@ -61,9 +52,9 @@ def slowed(pair: Pair, rate: float) -> None:
     def slow(group: Any) -> None:
         send = group.send
 
-        def late(tensor: Any, rank: int, number: int) -> Any:
+        def late(tensor: Any, *to: int) -> Any:
             time.sleep(8 * tensor.numel() / rate)
-            return send(tensor, rank, number)
+            return send(tensor, *to)
 
         group.send = late
 
@@ -122,11 +113,8 @@ def test_doctor_probe_kernel_counts() -> None:
 def test_doctor_probe_encrypted() -> None:
     """With a token all measurements are encrypted."""
     probe.PAUSE = 0.05
-    found = paired(
-        lambda pair, rank: Probe(pair, rank, 1 - rank, 1.0).run(),
-        token="a secret of these tests only",
-    )
-    for one in found:
+    probed = lambda pair, rank: Probe(pair, rank, 1 - rank, 1.0).run()  # noqa: E731
+    for one in paired(probed, token="a secret of these tests only"):
         assert one.error == "" and one.rate > 0
 
 
