@@ -9,6 +9,7 @@ import random
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -111,17 +112,14 @@ def test_store_client_serves_threads_and_forks() -> None:
         for n in range(25):
             store.set(f"{name}/{n}", name)
 
-    threads = [threading.Thread(target=work, args=(f"t{i}",)) for i in range(4)]
+    names = ["t0", "t1", "t2", "t3", "fork"]
     pid = os.fork()  # before there are threads
     if not pid:
         work("fork")
         os._exit(0)
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, names[:4]))
     assert os.waitpid(pid, 0)[1] == 0
-    names = ["t0", "t1", "t2", "t3", "fork"]
     assert store.get_all([f"{x}/{n}" for x in names for n in range(25)]) == [
         x for x in names for _ in range(25)
     ]
@@ -179,21 +177,17 @@ def test_store_compare_set_with_a_lost_answer(tmp_path: Path) -> None:
         client = store.client(20.0, port=relay.port)
         client.get("k")
         relay.hold(forth=False)
-        answers: list[Any] = []
         key = f"slot/{restart}"
-        thread = threading.Thread(
-            target=lambda c=client, a=answers, k=key: a.append(c.compare_set(k, "", "me"))
-        )
-        thread.start()
-        while not watch.get(key):  # it has been made
-            time.sleep(0.01)
-        if restart:
-            store.kill()
-            store.start()
-        relay.cut(reset=True)
-        client._line._place = client._line._place._replace(port=store.port)
-        thread.join()
-        assert answers == ["me"]
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(client.compare_set, key, "", "me")
+            while not watch.get(key):  # it has been made
+                time.sleep(0.01)
+            if restart:
+                store.kill()
+                store.start()
+            relay.cut(reset=True)
+            client._line._place = client._line._place._replace(port=store.port)
+            assert answer.result() == "me"
         assert (watch.get(key), watch.compare_set(key, "", "you")) == ("me", "me")
         relay.close()
 
@@ -292,26 +286,23 @@ def test_store_frozen_is_silent_and_answers_again(tmp_path: Path) -> None:
 @in_a_process
 def test_store_restart_is_not_noticed(tmp_path: Path) -> None:
     """A restart of the store between questions, and within one, is not noticed by the client."""
-    store, ends = Durable(tmp_path / "keys"), []
+    store = Durable(tmp_path / "keys")
 
-    def count(key: str) -> None:
+    def count(key: str) -> str:
         client = store.client(30.0)
         for n in range(60):
             before = str(n) if n else ""
             assert client.compare_set(key, before, str(n + 1)) == str(n + 1)
             time.sleep(0.005)
-        ends.append(client.get(key))
+        return client.get(key)
 
-    threads = [threading.Thread(target=count, args=(f"n{n}",)) for n in range(3)]
-    for thread in threads:
-        thread.start()
-    for _ in range(3):
-        time.sleep(0.15)
-        store.kill()
-        store.start()
-    for thread in threads:
-        thread.join()
-    assert ends == ["60", "60", "60"]
+    with ThreadPoolExecutor(3) as pool:
+        ends = pool.map(count, ["n0", "n1", "n2"])
+        for _ in range(3):
+            time.sleep(0.15)
+            store.kill()
+            store.start()
+        assert list(ends) == ["60", "60", "60"]
 
 
 @in_a_process
