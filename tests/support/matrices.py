@@ -16,7 +16,7 @@ KEPT = {
     # file: {test: expression found in the ids of the cases that stay; "" for a test that is slow as
     # a whole}
     "channels/test_delays_oracle.py": {
-        "test_delay_follows_oracle": r"^delta-[36]|consensus-4|2bit|int4|streaming-8|parameter-9|state-4|gradient-4|demo-3|od-2"  # noqa: E501
+        "test_delay_follows_oracle": r"^delta-[36]|consensus-4|2bit|int4|streaming-8|parameter-9|state-4|gradient-4|demo-3|od-2",  # noqa: E501
     },
     "channels/test_presets_oracle.py": {
         "test_preset_value_codes_follow_oracle": r"-(2x2|3x1)$",
@@ -26,7 +26,7 @@ KEPT = {
         "test_preset_with_schedule_clip_and_decay": r"^(full|desloc|stream\w+|demo|consensus|sparse\w+)$",  # noqa: E501
     },
     "channels/test_sign_loco.py": {
-        "test_sign_loco_follows_rule": r"^feedback-(2x2|4x1)$|^none-(2x2|3x1)|^late-2x2|^constant"
+        "test_sign_loco_follows_rule": r"^feedback-(2x2|4x1)$|^none-(2x2|3x1)|^late-2x2|^constant",
     },
     "checkpoint/test_cut_off.py": {
         "test_cut_off_resume_bit_for_bit": r"^(demo|diloco)-|^(full|demo, "
@@ -35,14 +35,14 @@ KEPT = {
     },
     "checkpoint/test_resharding_runs.py": dict(test_resharding_run_loss_goes_on=r"^diloco$"),
     "checkpoint/test_run_state_returning.py": {
-        "test_returning_island_keeps_own_moments": r"diloco|late"
+        "test_returning_island_keeps_own_moments": r"diloco|late",
     },
     "membership/test_explorer.py": {
         # OwnView-gather-1 is another end of the same mutant
-        "test_explorer_finds_mutants": r"^(?!OwnView-gather-2)"
+        "test_explorer_finds_mutants": r"^(?!OwnView-gather-2)",
     },
     "deepspeed/test_zero_accelerate.py": {
-        "test_zero_accelerate_islands": r"zero2-attach0|zero3-attach1"
+        "test_zero_accelerate_islands": r"zero2-attach0|zero3-attach1",
     },
     "deepspeed/test_zero_launch.py": dict(test_zero_launch_accelerate_file=""),
     "deepspeed/test_zero_mesh.py": {
@@ -76,7 +76,7 @@ KEPT = {
         "test_zero_take_over_trainer": r"zero3",
     },
     "deepspeed/test_zero_trainer.py": {
-        "test_zero_trainer_islands_train_one_model": r"zero3-parts-demo"
+        "test_zero_trainer_islands_train_one_model": r"zero3-parts-demo",
     },
     "deepspeed/test_zero_trainer_resume.py": {
         "test_zero_trainer_resume_bit_for_bit": r"sub",
@@ -90,7 +90,7 @@ KEPT = {
         "test_sharding_elementwise_presets_equal": r"diloco",
     },
     "exchange/test_memory.py": {
-        "test_memory_plan_equals_held": r"^(full|desloc|diloco|streaming_diloco|demo|random|muloco|local_sgd)-2|late|queued|averaged"  # noqa: E501
+        "test_memory_plan_equals_held": r"^(full|desloc|diloco|streaming_diloco|demo|random|muloco|local_sgd)-2|late|queued|averaged",  # noqa: E501
     },
     "exchange/test_norm_limit.py": {
         "test_norm_limit_leaves_out_contribution": r"^(demo late|diloco-int8|diloco queue|streaming_diloco|released|s\w+_loco|local_sgd late)-3$|^demo-2$",  # noqa: E501
@@ -124,7 +124,7 @@ KEPT = {
         "test_trainer_resume_bit_for_bit": r"diloco, in flight",
     },
     "integrations/test_trainer_saves.py": {
-        "test_trainer_save_full_disk_third_failure": r"^False-model$|^True-"
+        "test_trainer_save_full_disk_third_failure": r"^False-model$|^True-",
     },
     "integrations/test_trainer_take_over.py": {
         "test_trainer_take_over_gradient_preset": r"auto|checkpoint",
@@ -170,7 +170,7 @@ KEPT = {
         "test_lost_island_one_rank_then_its_sibling": r"1",
     },
     "peers/test_dead_connection.py": {
-        "test_connection_dead_among_living_ones_is_noticed": r"^for (messages|words)$"
+        "test_connection_dead_among_living_ones_is_noticed": r"^for (messages|words)$",
     },
     "deepspeed/test_zero_newcomer.py": dict(test_zero_newcomer_equals_other_engines=r"zero3|zero2"),
     "exchange/test_newcomer.py": {
@@ -192,22 +192,22 @@ KEPT = {
         "test_buffers_mask_not_averaged": r"^-inf-demo$|^-3.*-diloco$",
     },
     "channels/test_device_path.py": {
-        "test_device_exchange_steps_never_wait": r"^(demo late|full|diloco)-"
+        "test_device_exchange_steps_never_wait": r"^(demo late|full|diloco)-",
     },
     "elastic/test_early_part.py": dict(test_early_part_of_a_leaver_counts=r"2-True|3|4-False"),
     "exchange/test_copies.py": dict(test_copies_unsharded_root_warned=r"True-diloco|False-demo"),
     "exchange/test_digest.py": dict(test_digest_flipped_bit_names_island=r"-3$|^demo"),
     "exchange/test_frozen_parameters.py": {
-        "test_frozen_parameters_moved_named_once": r"full-True|diloco-False"
+        "test_frozen_parameters_moved_named_once": r"full-True|diloco-False",
     },
     "exchange/test_ledger.py": {
-        "test_ledger_rows_hold_all_bytes": r"^2-|^3-(demo|diloco|streaming)"
+        "test_ledger_rows_hold_all_bytes": r"^2-|^3-(demo|diloco|streaming)",
     },
     "exchange/test_load_state_dict.py": {
-        "test_load_state_dict_all_islands": r"flight|^demo$|^consensus$"
+        "test_load_state_dict_all_islands": r"flight|^demo$|^consensus$",
     },
     "exchange/test_out_of_step.py": {
-        "test_out_of_step_early_finish": r"late|^(full|diloco|released|streaming_diloco|local_sgd|desloc)$"  # noqa: E501
+        "test_out_of_step_early_finish": r"late|^(full|diloco|released|streaming_diloco|local_sgd|desloc)$",  # noqa: E501
     },
     "exchange/test_reset.py": {
         "test_reset_presets": r"^(demo-late|desloc|streaming_diloco|sparse_loco)$",
@@ -222,13 +222,13 @@ KEPT = {
         "test_resume_through_file_bit_for_bit": r"flight|^(demo|consensus)$",
     },
     "exchange/test_stop_together.py": {
-        "test_stop_resume_equals_uninterrupted_run": r"^\{0: 9|demo"
+        "test_stop_resume_equals_uninterrupted_run": r"^\{0: 9|demo",
     },
     "hosts/test_foreign_tensors.py": {
-        "test_foreign_tensor_is_left_alone": r"True-full|False-diloco"
+        "test_foreign_tensor_is_left_alone": r"True-full|False-diloco",
     },
     "integrations/test_accelerate.py": {
-        "test_accelerate_gradient_mean_over_island": r"^True-bf16|^True-no-True|^False-no"
+        "test_accelerate_gradient_mean_over_island": r"^True-bf16|^True-no-True|^False-no",
     },
 }
 
