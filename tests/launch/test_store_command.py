@@ -188,7 +188,6 @@ def test_status_command_ends_whatever_token_it_is_given(
 ) -> None:
     """`fsdp-demo status` ends whatever token it is given."""
     served = InThread(StoreServer("127.0.0.1:0", tmp_path / "keys", there))
-    served = InThread(StoreServer("127.0.0.1:0", tmp_path / "keys", there))
     env = {"ISLAND_ENDPOINT": served.endpoint, "ISLAND_RUN": "none", "ISLAND_TOKEN": here}
     env = {**os.environ, **env, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
     how = {"capture_output": True, "text": True, "timeout": 120}
