@@ -26,14 +26,16 @@ from fsdp_demo.automatic.measuring import coarse
 from fsdp_demo.checkpoint.exchange_state import describe_part
 from fsdp_demo.config.auto import MEASURED, AutoChoice, AutoConfig, undecided
 from fsdp_demo.errors import StoreSilent
-from fsdp_demo.exchange import run_specification
+from fsdp_demo.exchange import run_specification, runtime
 from fsdp_demo.exchange.ledger import ExchangeRecord
 from fsdp_demo.hosts.optimizers import keeps_momentum
 from fsdp_demo.peers.votes import Ranks
 from fsdp_demo.store.client import WorldStore
 from fsdp_demo.tools.planner import Situation
 
+from .support.heard import heard
 from .support.inside import in_ranks
+from .support.refused import refusal
 
 STEPS = 24
 ALONE = Ranks(None, 0, 1)
@@ -74,28 +76,35 @@ def sharded(model: nn.Module, procs: int) -> nn.Module:
     return model
 
 
-def a_link(rate: float, everywhere: Any) -> None:
-    def reading(peers: Any, island: Any) -> Link | None:
-        return None if peers is None else Link(rate, 0.02)
+def start(
+    kind: str = "adamw", config: Any = "auto", procs: int = 1, **how: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, fsdp_demo.Exchange]:
+    """A model, its optimizer, and their exchange."""
+    model = sharded(model_of(), procs)
+    optimizer = optimizer_of(kind, model)
+    return model, optimizer, fsdp_demo.attach(optimizer, config, model=model, **how)
 
-    everywhere.setattr("fsdp_demo.automatic.first_steps", "quick_probe", reading)
+
+def a_link(rate: float) -> None:
+    """From now on islands of this process find a link of this rate."""
+    first_steps.__dict__["quick_probe"] = lambda peers, island: (
+        None if peers is None else Link(rate, 0.02)
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "rate", "procs"), [("adamw", 1e5, 1), ("adamw", 1e5, 2), ("sgd", 1e10, 1)]
 )
 def test_auto_is_the_run_that_begins_at_the_choice(
-    kind: str, rate: float, procs: int, run_ranks: Any, everywhere: Any
+    kind: str, rate: float, procs: int, run_ranks: Any
 ) -> None:
     """A run under `auto` is the run that begins at the choice with the chosen method, bit for
     bit.
     """
-    a_link(rate, everywhere)
 
     def run(me: Any) -> tuple[str, bool]:
-        model = sharded(model_of(), procs)
-        optimizer = optimizer_of(kind, model)
-        exchange = fsdp_demo.attach(optimizer, "auto", model=model)
+        a_link(rate)
+        model, optimizer, exchange = start(kind, procs=procs)
         train(model, optimizer, me.island, range(MEASURED - 1))
         fresh = weights(sharded(model_of(), procs))
         assert undecided(exchange.config)
@@ -105,9 +114,7 @@ def test_auto_is_the_run_that_begins_at_the_choice(
         assert not undecided(chosen) and exchange.chosen_because and exchange.step == STEPS
         exchange.finish()
 
-        twin = sharded(model_of(), procs)
-        twins = optimizer_of(kind, twin)
-        plain = fsdp_demo.attach(twins, chosen, model=twin, step=MEASURED)
+        twin, twins, plain = start(kind, chosen, procs, step=MEASURED)
         train(twin, twins, me.island, range(MEASURED, STEPS))
         plain.finish()
         same = all(map(torch.equal, weights(model), weights(twin)))
@@ -119,98 +126,72 @@ def test_auto_is_the_run_that_begins_at_the_choice(
     config = json.loads(found[0][0])
     name = config["preset"]
     assert config["clip"] == preset(name).clip
-    assert name in (
-        ("full", "demo", "random") if kind == "sgd" else ("full", "sign_loco", "diloco", *SPARSE)
-    )
+    of_gradients, of_deltas = ("full", "demo", "random"), ("full", "sign_loco", "diloco", *SPARSE)
+    assert name in (of_gradients if kind == "sgd" else of_deltas)
 
 
 SPARSE = ("sparse_loco", "decoupled_momentum", "streaming_diloco")
 
 
-def test_auto_choice_keeps_what_is_known_of_islands(run_ranks: Any, everywhere: Any) -> None:
+@in_ranks(2, 1)
+def test_auto_choice_keeps_what_is_known_of_islands(me: Any) -> None:
     """On unlike machines sums that differ are logged; they end no run, under whatever method `auto`
     chooses.
     """
-    a_link(1e10, everywhere)
-    everywhere.setattr("fsdp_demo.exchange.runtime", "EVERY", 1)
-
-    def run(me: Any) -> tuple[bool, bool, int]:
-        run_specification.machine = lambda device: dict(
-            torch="2", device="cpu", processor=f"{me.island}"
-        )
-        logging.basicConfig(level=logging.INFO, force=True)
-        model = model_of()
-        optimizer = optimizer_of("sgd", model)
-        exchange = fsdp_demo.attach(optimizer, "auto", model=model)
-        exchange.rows_compared()
-        train(model, optimizer, me.island, range(MEASURED))
-        watch = exchange._queue.watch
-        known = watch.unlike, watch.compares
-        with torch.no_grad():
-            next(model.parameters()).view(-1)[7] += 1e-6 * me.island
-        train(model, optimizer, me.island, range(MEASURED, STEPS))
-        exchange.finish()
-        return (*known, exchange.step)
-
-    outcomes = run_ranks(run, 2, 1, check=False)
-    assert [o.status for o in outcomes] == [0, 0], [o.error for o in outcomes]
-    assert [o.value for o in outcomes] == [(True, False, STEPS)] * 2
-    assert all("no longer equal" in o.log for o in outcomes)
+    a_link(1e10)
+    runtime.EVERY, said = 1, heard(logging.INFO)
+    run_specification.machine = lambda device: dict(
+        torch="2", device="cpu", processor=f"{me.island}"
+    )
+    model, optimizer, exchange = start("sgd")
+    exchange.rows_compared()
+    train(model, optimizer, me.island, range(MEASURED))
+    watch = exchange._queue.watch
+    assert watch.unlike and not watch.compares
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[7] += 1e-6 * me.island
+    train(model, optimizer, me.island, range(MEASURED, STEPS))
+    exchange.finish()
+    assert exchange.step == STEPS and any("no longer equal" in text for text in said)
 
 
-def test_auto_resume_takes_what_was_chosen(run_ranks: Any, everywhere: Any) -> None:
+@in_ranks(2, 1)
+def test_auto_resume_takes_what_was_chosen(me: Any) -> None:
     """A run that resumes takes what was chosen."""
-    a_link(1e5, everywhere)
+    a_link(1e5)
+    model, optimizer, exchange = start(must_match={"steps": STEPS})
+    early = None
+    for t in range(STEPS):
+        train(model, optimizer, me.island, range(t, t + 1))
+        if t == 4:
+            early = exchange.state_dict()
+    state, chosen, why = exchange.state_dict(), exchange.config, exchange.auto_choice
+    assert why is not None and (why.steps, why.link) == (STEPS, "100kbit,20ms")
+    assert f"for {STEPS} steps: " in why.reason
+    kept = describe_part(exchange)["auto_choice"]
+    assert kept == state["auto_choice"] == dataclasses.asdict(why)
+    exchange.detach()
 
-    def run(me: Any) -> list[Any]:
-        model = model_of()
-        optimizer = optimizer_of("adamw", model)
-        exchange = fsdp_demo.attach(optimizer, "auto", model=model, must_match={"steps": STEPS})
-        early = None
-        for t in range(STEPS):
-            train(model, optimizer, me.island, range(t, t + 1))
-            if t == 4:
-                early = exchange.state_dict()
-        state, chosen, why = exchange.state_dict(), exchange.config, exchange.auto_choice
-        assert why is not None and (why.steps, why.link) == (STEPS, "100kbit,20ms")
-        assert f"for {STEPS} steps: " in why.reason
-        assert (
-            describe_part(exchange)["auto_choice"]
-            == state["auto_choice"]
-            == dataclasses.asdict(why)
-        )
-        exchange.detach()
+    again = fsdp_demo.attach(optimizer, "auto", model=model, state=state)
+    assert again.config == chosen and again.auto_choice == why
+    watches, after = exchange._phases.at_end, again._phases.at_end
+    assert isinstance(after, first_steps.LinkHealth) and after.planned == watches.planned
+    again.detach()
 
-        again = fsdp_demo.attach(optimizer, "auto", model=model, state=state)
-        known = again.config == chosen
-        known = known and again.auto_choice == why
-        before_, after = exchange._phases.at_end, again._phases.at_end
-        watched = isinstance(after, first_steps.LinkHealth) and after.planned == before_.planned
-        again.detach()
-
-        before = fsdp_demo.attach(optimizer, "auto", model=model, state=early)
-        open_at_5 = undecided(before.config)
-        train(model, optimizer, me.island, range(5, MEASURED))
-        decided = not undecided(before.config) and before.step == MEASURED
-        before.detach()
-        return [known, watched, open_at_5, decided]
-
-    assert run_ranks(run, 2, 1) == [[True, True, True, True]] * 2
+    before = fsdp_demo.attach(optimizer, "auto", model=model, state=early)
+    assert undecided(before.config)
+    train(model, optimizer, me.island, range(5, MEASURED))
+    assert not undecided(before.config) and before.step == MEASURED
+    before.detach()
 
 
-def test_auto_resume_without_own_state(run_ranks: Any, everywhere: Any) -> None:
+def test_auto_resume_without_own_state(run_ranks: Any) -> None:
     """All islands have ended, and one has lost its disk: it takes over from the other, also its
     method.
     """
-    a_link(1e5, everywhere)
 
-    def run(me: Any) -> tuple[bool, Any, Any, list[torch.Tensor]]:
-        def start(state: Any = None, step: int = 0) -> tuple[Any, ...]:
-            model = model_of()
-            optimizer = optimizer_of("adamw", model)
-            exchange = fsdp_demo.attach(optimizer, "auto", model=model, state=state, step=step)
-            return model, optimizer, exchange
-
+    def run(me: Any) -> list[torch.Tensor]:
+        a_link(1e5)
         model, optimizer, exchange = start()
         train(model, optimizer, me.island, range(STEPS))
         exchange.finish()
@@ -218,43 +199,33 @@ def test_auto_resume_without_own_state(run_ranks: Any, everywhere: Any) -> None:
         kept = {name: p.detach().clone() for name, p in model.named_parameters()}
         exchange.detach()
         os.environ["ISLAND_RUN"] += "-again"
-        if me.island == 0:
-            model, optimizer, again = start()
-        else:
-            model = model_of()
+        model, held = model_of(), {}
+        if me.island == 1:
             model.load_state_dict(kept)
-            optimizer = optimizer_of("adamw", model)
-            again = fsdp_demo.attach(optimizer, "auto", model=model, state=state, step=STEPS)
-        return again.config == chosen, again.auto_choice == why, again.step, weights(model)
+            held = {"state": state, "step": STEPS}
+        again = fsdp_demo.attach(optimizer_of("adamw", model), "auto", model=model, **held)
+        assert (again.config, again.auto_choice, again.step) == (chosen, why, STEPS)
+        return weights(model)
 
-    (*first, mine), (*second, others) = run_ranks(run, 2, 1)
-    assert first == second == [True, True, STEPS]
+    mine, others = run_ranks(run, 2, 1)
     assert all(map(torch.equal, mine, others))
 
 
-def test_auto_chooses_for_the_slowest_device(run_ranks: Any, everywhere: Any) -> None:
+@in_ranks(2, 1)
+def test_auto_chooses_for_the_slowest_device(me: Any) -> None:
     """Islands with unlike devices choose for the slowest."""
-    a_link(1e7, everywhere)
+    a_link(1e7)
+    name, planned, choose = ["cpu", "h100"][me.island], list[str](), first_steps.chosen
 
-    def run(me: Any) -> str:
-        name = ["cpu", "h100"][me.island]
-        first_steps.__dict__["device_name"] = lambda device: name
-        planned = list[str]()
-        choose = first_steps.chosen
+    def note(situation: Situation, host: Any) -> Any:
+        planned.append(situation.device)
+        return choose(situation, host)
 
-        def note(situation: Situation, host: Any) -> Any:
-            planned.append(situation.device)
-            return choose(situation, host)
-
-        first_steps.__dict__["chosen"] = note
-        model = model_of()
-        optimizer = optimizer_of("adamw", model)
-        exchange = fsdp_demo.attach(optimizer, "auto", model=model)
-        train(model, optimizer, me.island, range(MEASURED))
-        exchange.detach()
-        return planned[0]
-
-    assert run_ranks(run, 2, 1) == ["cpu", "cpu"]
+    first_steps.__dict__.update(device_name=lambda device: name, chosen=note)
+    model, optimizer, exchange = start()
+    train(model, optimizer, me.island, range(MEASURED))
+    exchange.detach()
+    assert planned[0] == "cpu"
 
 
 def test_auto_refuses_a_state_of_an_earlier_release() -> None:
@@ -275,14 +246,8 @@ def test_auto_newcomer_finds_the_choice_in_the_store() -> None:
             raise StoreSilent("nobody answers")
         return store
 
-    late = SimpleNamespace(
-        rank=0,
-        elastic=True,
-        under_way=lambda: True,
-        question=5.0,
-        prefix=lambda: "run/0",
-        open_store=open_store,
-    )
+    late = SimpleNamespace(rank=0, elastic=True, question=5.0, open_store=open_store)
+    late.under_way, late.prefix = lambda: True, lambda: "run/0"
 
     def found() -> Any:
         return automatic.remembered(late, None, ALONE)  # type: ignore[arg-type]
@@ -312,8 +277,7 @@ def test_auto_rank_0_tells_the_choice(me: Any) -> None:
     topology, island = fsdp_demo.Topology.from_env(), Ranks.everywhere()
     assert earlier_choice.known_choice(topology, None, island) is None
     known = earlier_choice.known_choice(topology, None, island)
-    assert known is not None
-    assert known[0].preset == "diloco"
+    assert known is not None and known[0].preset == "diloco"
 
 
 def test_auto_choice_reaches_a_silent_store_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,9 +303,7 @@ def test_auto_choice_reaches_a_silent_store_later(monkeypatch: pytest.MonkeyPatc
 def test_auto_one_island_trains_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One island alone trains at once, under `full`."""
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
-    model = model_of()
-    optimizer = optimizer_of("adamw", model)
-    exchange = fsdp_demo.attach(optimizer, "auto", model=model, clip=0.5)
+    model, optimizer, exchange = start(clip=0.5)
     assert exchange.config.preset == "full" and exchange.config.clip == 0.5
     before = weights(model)
     train(model, optimizer, 0, range(1))
@@ -355,8 +317,7 @@ def test_auto_keeps_the_users_optimizer(rate: float) -> None:
     not get one of deltas.
     """
     for kind in ("adamw", "sgd"):
-        model = model_of()
-        exchange = fsdp_demo.attach(optimizer_of(kind, model), "full", model=model)
+        _, _, exchange = start(kind, "full")
         situation = Situation([("layers.0.w", (512, 512))], 4, Link(rate, 0.02), 0.1, device="cpu")
         chosen = chosen_in(situation, exchange.host).config
         allowed = ("sgd", "any") if kind == "sgd" else ("adamw", "any")
@@ -388,21 +349,17 @@ def test_auto_chosen_method_keeps_its_own_settings() -> None:
         assert ExchangeConfig.from_dict(config.to_dict()) == config
 
 
-def test_auto_refuses_wrong_settings() -> None:
+@pytest.mark.parametrize(("name", "settings", "says"), [
+    ("auto", {"target": 1.5}, "target=1.5 is out of range"),
+    ("auto", {"topk": 3}, "auto has no setting 'topk': it chooses the method"),
+    ("auto", {"targets": 0.9}, "did you mean 'target'"),
+    ("auto", {"measured": 2}, "measured=2 is out of range"),
+    ("auto", {"target": "95%"}, "target='95%' must be a number; found a text"),
+    ("Auto", {}, "did you mean 'auto'"),
+])  # fmt: skip
+def test_auto_refuses_wrong_settings(name: str, settings: dict[str, Any], says: str) -> None:
     """`auto` refuses settings of a method, and values out of range."""
-    assert preset("auto", target=0.9).target == 0.9  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="target=1.5 is out of range"):
-        preset("auto", target=1.5)
-    with pytest.raises(ValueError, match="auto has no setting 'topk': it chooses the method"):
-        preset("auto", topk=3)
-    with pytest.raises(ValueError, match="did you mean 'target'"):
-        preset("auto", targets=0.9)
-    with pytest.raises(ValueError, match="measured=2 is out of range"):
-        preset("auto", measured=2)
-    with pytest.raises(ValueError, match="target='95%' must be a number; found a text"):
-        preset("auto", target="95%")
-    with pytest.raises(ValueError, match="'Auto' is not known.*did you mean 'auto'"):
-        preset("Auto")
+    refusal(lambda: preset(name, **settings), says)
 
 
 @pytest.mark.parametrize(("steps", "said"), [(MEASURED, 1), (MEASURED + 1, 0), (None, 0)])
@@ -410,11 +367,8 @@ def test_auto_warns_of_a_run_that_ends_before_the_choice(steps, said, monkeypatc
     """A run that ends before the choice is warned of."""
     measuring = SimpleNamespace(chosen_meanwhile=lambda: False)
     monkeypatch.setattr(first_steps, "_FirstSteps", lambda *_: measuring)
-    exchange = SimpleNamespace(
-        config=preset("auto"),
-        topology=SimpleNamespace(islands=2, rank=0),
-        on_step_end=lambda call: None,
-    )
+    exchange = SimpleNamespace(config=preset("auto"), on_step_end=lambda call: None)
+    exchange.topology = SimpleNamespace(islands=2, rank=0)
     with caplog.at_level(logging.WARNING, logger="fsdp_demo"):
         automatic.begin(exchange, None, steps)  # type: ignore[arg-type]
     assert sum("8 steps, and the method is chosen after 8" in m for m in caplog.messages) == said
@@ -429,15 +383,11 @@ def test_auto_newcomer_during_the_choice(monkeypatch: pytest.MonkeyPatch) -> Non
     watched, chosen, called = [], [], []
     monkeypatch.setattr(first_steps, "watch", lambda exchange, choice: watched.append(choice))
     exchange = SimpleNamespace(
-        config=preset("auto"),
-        newcomer=True,
-        step=3,
+        **dict(config=preset("auto"), newcomer=True, step=3, peers=None, island=ALONE),
         topology=SimpleNamespace(islands=3, rank=0),
         choose=lambda config, model, choice: chosen.append((config, choice)),
         on_step_end=called.append,
         host=SimpleNamespace(device=torch.device("cpu")),
-        peers=None,
-        island=Ranks(None, 0, 1),
     )
     automatic.begin(exchange, None)  # type: ignore[arg-type]
     (measuring,) = called
@@ -453,24 +403,22 @@ def test_auto_newcomer_during_the_choice(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_auto_undecided_configuration_reads_back() -> None:
     """A configuration of `auto` reads back before the choice."""
     config = preset("auto", target=0.8)
-    assert ExchangeConfig.from_dict(config.to_dict()) == config
-    assert isinstance(ExchangeConfig.from_dict(config.to_dict()), AutoConfig)
+    again = ExchangeConfig.from_dict(config.to_dict())
+    assert again == config and isinstance(again, AutoConfig) and again.target == 0.8
 
 
 @pytest.mark.parametrize(("slower", "said"), [(1.0, 0), (1.9, 0), (5.0, 1)])
 def test_auto_slower_link_is_said_once(slower, said: int, caplog: pytest.LogCaptureFixture) -> None:
     """A link that gets slower than the choice assumed is said once."""
-    model = model_of()
-    exchange = fsdp_demo.attach(optimizer_of("adamw", model), "full", model=model)
+    _, _, exchange = start(config="full")
     situation = Situation([("layers.0.w", (2048, 2048))], 4, Link(1e7, 0.02), 0.5, device="cpu")
     health = first_steps.LinkHealth(exchange, situation)
     exchange._queue.flown = deque(maxlen=2)  # it forgets old ones, and does not grow
     with caplog.at_level(logging.WARNING, logger="fsdp_demo"):
         for n in range(3 * first_steps.ROUNDS):
             took = slower * health.planned + (0.06 if slower > 2 else 0.0)
-            exchange._queue.flown.append(
-                ExchangeRecord(n, n, ("delta",), 10.0 * n, 10.0 * n + took)
-            )
+            ends = 10.0 * n + took
+            exchange._queue.flown.append(ExchangeRecord(n, n, ("delta",), 10.0 * n, ends))
             health()
     told = [r.message for r in caplog.records if "the link has become slower" in r.message]
     assert len(told) == said
@@ -486,9 +434,7 @@ def test_auto_ranks_with_unlike_clocks_send_equally_many(run_ranks: Any) -> None
     def run(me: Any) -> tuple[str, int]:
         if me.proc:  # the time of the measurement is up at once
             measuring.time = SimpleNamespace(monotonic=lambda: 1000 * time.monotonic())  # type: ignore[attr-defined]
-        model = sharded(model_of(), 2)
-        optimizer = optimizer_of("adamw", model)
-        exchange = fsdp_demo.attach(optimizer, "auto", model=model)
+        model, optimizer, exchange = start(procs=2)
         assert exchange.peers is not None
         sent = exchange.peers.meter.setup_bytes
         train(model, optimizer, me.island, range(MEASURED + 2))

@@ -18,93 +18,66 @@ from fsdp_demo.integrations.trainer.setup import talk
 
 from .exchange.test_log import LOG, said, silence
 from .support import trainer_script as script
+from .support.inside import in_ranks
+from .support.refused import refusal
 
 
-def test_trainer_errors_use_its_words(run_ranks):
+@in_ranks(2, 1)
+def test_trainer_errors_use_its_words(me):
     """Errors in a Trainer script name the Trainer's own options: `base_optimizer` is not in the
     hands of who writes --optim.
     """
 
-    def run(rank):
-        def refused(callback, **settings):
-            trained = script.trainer(
-                rank.folder / f"island{rank.island}",
-                {"callbacks": [callback]},
-                max_steps=2,
-                **settings,
-            )
-            with pytest.raises(ValueError) as error:
-                trained.train()
-            return str(error.value)
+    def trained(name, callback, more=None, **settings):
+        given = {"callbacks": [callback], **(more or {})}
+        return script.trainer(me.folder / name, given, max_steps=2, **settings)
 
-        wrong = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9})}
-        trained = script.trainer(
-            rank.folder / "as_is",
-            {"callbacks": [ExchangeCallback("diloco", inner_optimizers="as_is")]},
-            max_steps=2,
-            optim="sgd",
-        )
-        trained.train()
-        with pytest.raises(ValueError) as error:
-            script.trainer(
-                rank.folder / "handed",
-                {"callbacks": [ExchangeCallback("demo")], **wrong},
-                max_steps=2,
-            ).train()
-        flags = [refused(ExchangeCallback("diloco"), optim=o) for o in ("adafactor", "sgd")]
-        # of no parameter of the model: it is refused before that matters
-        pair = (torch.optim.RMSprop([nn.Parameter(torch.ones(1))]), None)
-        with pytest.raises(ValueError) as own:
-            script.trainer(
-                rank.folder / "pair",
-                {"callbacks": [ExchangeCallback("diloco")], "optimizers": pair},
-                max_steps=2,
-            ).train()
-        return flags, str(error.value), str(own.value)
+    def refused(*args, **settings):
+        return refusal(lambda: trained(*args, **settings).train())
 
-    for (adafactor, sgd), handed, own in run_ranks(run, islands=2, procs=1):
-        assert "found RMSprop (the script's own): leave it out, with --optim adamw_torch" in own
-        for name, text in (
-            ("Adafactor (--optim adafactor)", adafactor),
-            ("SGD (--optim sgd)", sgd),
-        ):
-            assert (
-                f"found {name}: take --optim adamw_torch, or insist with ExchangeCallback(..., "
-                "inner_optimizers='as_is')"
-            ) in text
-        assert "found SGD (the script's own)" in handed and 'exchange_optimizer("demo"' in handed
-        assert "base_optimizer" not in adafactor + sgd + handed
+    trained("as_is", ExchangeCallback("diloco", inner_optimizers="as_is"), optim="sgd").train()
+    wrong = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9})}
+    handed = refused("handed", ExchangeCallback("demo"), wrong)
+    assert "found SGD (the script's own)" in handed and 'exchange_optimizer("demo"' in handed
+    assert "base_optimizer" not in handed
+    insist = "or insist with ExchangeCallback(..., inner_optimizers='as_is')"
+    for optim, name in (("adafactor", "Adafactor"), ("sgd", "SGD")):
+        text = refused(f"island{me.island}", ExchangeCallback("diloco"), optim=optim)
+        assert f"found {name} (--optim {optim}): take --optim adamw_torch, {insist}" in text
+        assert "base_optimizer" not in text
+    # of no parameter of the model: it is refused before that matters
+    pair = (torch.optim.RMSprop([nn.Parameter(torch.ones(1))]), None)
+    own = refused("pair", ExchangeCallback("diloco"), {"optimizers": pair})
+    assert "found RMSprop (the script's own): leave it out, with --optim adamw_torch" in own
     assert exchange_optimizer("demo")[1]["lr"] == 4e-4
 
 
 def test_trainer_log_level(capfd) -> None:
     """Information is logged under the Trainer unless it was told to be quiet."""
+
+    def talks(rank):
+        args = SimpleNamespace(process_index=rank)
+        talk(SimpleNamespace(args=args), fsdp_demo.Topology())  # type: ignore[arg-type]
+
     usual = hf_logging.get_verbosity()
-    for rank, level, heard in (
-        (0, logging.WARNING, True),
-        (1, logging.WARNING, False),
-        (0, logging.ERROR, False),
-    ):
+    for rank, level, heard in ((0, "WARNING", True), (1, "WARNING", False), (0, "ERROR", False)):
         with silence():
-            hf_logging.set_verbosity(level)
+            hf_logging.set_verbosity(getattr(logging, level))
             try:
-                talk(
-                    SimpleNamespace(args=SimpleNamespace(process_index=rank)), fsdp_demo.Topology()
-                )  # type: ignore[arg-type]
+                talks(rank)
             finally:
                 hf_logging.set_verbosity(usual)
             LOG.info("output_dir is out/island0")
             assert bool(said(capfd)) == heard
     with silence():
         LOG.addHandler(logging.NullHandler())
-        talk(SimpleNamespace(args=SimpleNamespace(process_index=0)), fsdp_demo.Topology())  # type: ignore[arg-type]
+        talks(0)
         assert LOG.level == usual and not said(capfd)
 
 
-@pytest.mark.parametrize(
-    ("named", "cure"),
-    [(True, "the model has none to cut between"), (False, "pass model= to attach")],
-)
+@pytest.mark.parametrize(("named", "cure"), [
+    (True, "the model has none to cut between"), (False, "pass model= to attach"),
+])  # fmt: skip
 def test_fragments_without_layers_error_names_the_cure(monkeypatch, named, cure) -> None:
     """The error of fragments without layers names the cure for what was given to attach."""
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
@@ -112,9 +85,8 @@ def test_fragments_without_layers_error_names_the_cure(monkeypatch, named, cure)
     options = {"model": model} if named else {}
     with pytest.raises(ValueError, match=f"{cure}.* do without fragments: layers=0"):
         fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "streaming_diloco", **options)
-    fsdp_demo.attach(
-        torch.optim.AdamW(model.parameters()), "streaming_diloco", layers=0, **options
-    ).detach()
+    optimizer = torch.optim.AdamW(model.parameters())
+    fsdp_demo.attach(optimizer, "streaming_diloco", layers=0, **options).detach()
 
 
 def test_attach_error_asks_a_gan_for_two_exchanges(monkeypatch) -> None:

@@ -155,13 +155,17 @@ def run(method, steps: int = 4):
     return method
 
 
+def trained(make, replicas: int = 2, inner=sgd, steps: int = 4, **options):
+    return run(make(start(), replicas, inner, **options), steps)
+
+
 def close(a: presets.Tensors, b: presets.Tensors) -> bool:
     return all(torch.allclose(a[n].detach(), b[n].detach(), atol=1e-10) for n in a)
 
 
 def test_oracle_full_is_sgd_on_the_mean():
     """`full` is SGD on the mean gradient."""
-    method = run(presets.Full(start(), 2, sgd))
+    method = trained(presets.Full)
     for n, p in start().items():
         expected = p.double() - 0.1 * sum(
             (gradients(t, 0)[n].double() + gradients(t, 1)[n].double()) / 2 for t in range(4)
@@ -178,33 +182,23 @@ def test_oracle_demo_with_everything_kept(transform):
     """`demo` that keeps all coefficients is dense. subtract: nothing stays, so plain SGD on the
     mean; keep: dense momentum SGD.
     """
-    full = run(presets.Full(start(), 2, sgd))
-    same = run(
-        presets.Demo(start(), 2, sgd, shards=2, sign=False, coding=everything(transform=transform))
-    )
+    full = trained(presets.Full)
+    same = trained(presets.Demo, shards=2, sign=False, coding=everything(transform=transform))
     assert close(full.theta[0], same.theta[0])
 
     def momentum(params):
         return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
-    dense = run(presets.Full(start(), 2, momentum))
-    kept = run(
-        presets.Demo(
-            start(),
-            2,
-            sgd,
-            sign=False,
-            residual="keep",
-            beta=0.9,
-            coding=everything(transform=transform),
-        )
+    dense = trained(presets.Full, 2, momentum)
+    kept = trained(
+        presets.Demo, sign=False, residual="keep", beta=0.9, coding=everything(transform=transform)
     )
     assert close(dense.theta[0], kept.theta[0])
 
 
 def test_oracle_diloco_is_torch_sgd_on_the_pseudo_gradient():
     """`diloco` is torch's SGD on the pseudo-gradient."""
-    method = run(presets.DiLoCo(start(), 2, sgd, period=2))
+    method = trained(presets.DiLoCo, period=2)
     anchor = {n: p.double() for n, p in start().items()}
     outer = torch.optim.SGD(list(anchor.values()), lr=0.7, momentum=0.9, nesterov=True)
     for t in (0, 2):
@@ -216,8 +210,8 @@ def test_oracle_diloco_is_torch_sgd_on_the_pseudo_gradient():
 
 def test_oracle_decoupled_momentum_with_everything_kept():
     """`decoupled_momentum` that keeps all coefficients is averaging."""
-    method = run(presets.DecoupledMomentum(start(), 2, sgd, period=2, coding=everything()))
-    assert close(method.theta[0], run(presets.Full(start(), 2, sgd)).theta[0])
+    method = trained(presets.DecoupledMomentum, period=2, coding=everything())
+    assert close(method.theta[0], trained(presets.Full).theta[0])
 
 
 def test_oracle_released_rule_conserves_the_sum():
@@ -270,9 +264,9 @@ def test_oracle_averaging_of_sgd_is_that_of_gradients():
     """SGD with momentum is linear: where parameters and momenta are averaged replicas hold what the
     mean gradient gives.
     """
-    full = run(presets.Full(start(), 3, heavy), 6)
+    full = trained(presets.Full, 3, heavy, 6)
     for states in ({"momentum_buffer": 2}, {"momentum_buffer": 3}, {}):
-        method = run(presets.Averaging(start(), 3, heavy, period=2, states=states), 6)
+        method = trained(presets.Averaging, 3, heavy, 6, period=2, states=states)
         assert close(mean_theta(method), full.theta[0]) and close(method.theta[1], full.theta[0])
         equal = [close(method.state(r, "momentum_buffer"), full_state(full)) for r in range(3)]
         assert equal == [bool(states)] * 3
@@ -309,7 +303,7 @@ def test_oracle_delayed_averaging_moves_no_mean(delay, mix):
     """Delayed averaging moves no mean and corrects a difference once."""
     method = presets.Averaging(start(), 3, sgd, period=2, delay=delay, mix=mix)
     run(method, 7)
-    full = run(presets.Full(start(), 3, sgd), 7)
+    full = trained(presets.Full, 3, sgd, 7)
     assert close(mean_theta(method), full.theta[0])
     assert not close(method.theta[0], method.theta[1])
     for _ in range(2 * delay + 4):  # no gradients: what differs is corrected, not more
@@ -326,18 +320,18 @@ def test_oracle_delayed_averaging_moves_no_mean(delay, mix):
 
 def test_oracle_diloco_with_rate_one_is_local_sgd():
     """`diloco` with an outer rate of one is local SGD."""
-    a = run(presets.DiLoCo(start(), 2, adamw, period=3, lr=1.0, momentum=0.0), 7)
-    b = run(presets.Averaging(start(), 2, adamw, period=3), 7)
+    a = trained(presets.DiLoCo, 2, adamw, 7, period=3, lr=1.0, momentum=0.0)
+    b = trained(presets.Averaging, 2, adamw, 7, period=3)
     assert all(close(x, y) for x, y in zip(a.theta, b.theta, strict=True))
 
 
 @pytest.mark.parametrize("warmup", [0, 2])
 def test_oracle_streaming_with_one_fragment_is_diloco(warmup):
     """`streaming_diloco` with one fragment is `diloco`."""
-    a = run(presets.DiLoCo(start(), 2, adamw, period=2, lr=0.4, warmup=warmup), 8)
-    b = run(presets.Streaming(start(), 2, adamw, period=2, lr=0.4, warmup=warmup), 8)
+    a = trained(presets.DiLoCo, 2, adamw, 8, period=2, lr=0.4, warmup=warmup)
+    b = trained(presets.Streaming, 2, adamw, 8, period=2, lr=0.4, warmup=warmup)
     assert all(close(x, y) for x, y in zip(a.theta, b.theta, strict=True))
-    c = run(presets.Streaming(start(), 2, adamw, period=2, lr=0.4, parts=[[n] for n in SHAPES]), 8)
+    c = trained(presets.Streaming, 2, adamw, 8, period=2, lr=0.4, parts=[[n] for n in SHAPES])
     assert not close(a.theta[0], c.theta[0])  # other offsets: 0, 0, 1
     assert [f.offset for f in c.fragments] == [0, 0, 1]
 
@@ -368,7 +362,7 @@ def test_oracle_fragments_by_hand():
 
 def test_oracle_streaming_with_mix_one_is_training_alone():
     """A replica that keeps all of its local parameters trains alone."""
-    method = run(presets.Streaming(start(), 2, sgd, period=2, delay=1, mix=1.0), 6)
+    method = trained(presets.Streaming, 2, sgd, 6, period=2, delay=1, mix=1.0)
     for r in range(2):
         alone = presets.Full(start(), 1, sgd)
         for t in range(6):
@@ -382,10 +376,10 @@ def test_oracle_delay_beyond_the_period_loses_nothing(delay):
     the anchor is where the mean gradient leads, once what is in flight has landed. A mean that
     lands where the next delta leaves rewinds no step that was not sent.
     """
-    full = run(presets.Full(start(), 3, sgd), 8)
+    full = trained(presets.Full, 3, sgd, 8)
     for make in (presets.Streaming, presets.DecoupledMomentum):
         kw = {"momentum": 0.0} if make is presets.Streaming else {"coding": everything()}
-        method = run(make(start(), 3, sgd, period=2, lr=1.0, delay=delay, **kw), 8)
+        method = trained(make, 3, sgd, 8, period=2, lr=1.0, delay=delay, **kw)
         assert delay == 0 or not close(method.theta[0], method.theta[1])
         method.flush()
         assert all(close(theta, full.theta[0]) for theta in method.theta)
@@ -398,7 +392,7 @@ def test_oracle_own_share_is_an_eager_update(lr, momentum, same):
     second round on; in the first nothing has landed yet.
     """
     kw = {"period": 2, "delay": 2, "lr": lr, "momentum": momentum, "own": 0.5}
-    method = run(presets.Streaming(start(), 2, sgd, **kw), 8)
+    method = trained(presets.Streaming, 2, sgd, 8, **kw)
     anchor, m = start()["bias"].double().repeat(2, 1), torch.zeros(2, 7, dtype=torch.float64)
     before = torch.zeros_like(m)
     for t in range(0, 8, 2):
@@ -415,8 +409,8 @@ def test_oracle_own_share_is_an_eager_update(lr, momentum, same):
 
 def test_oracle_finish_leaves_the_replicas_at_the_anchor():
     """finish() leaves the replicas at the anchor."""
-    method = run(
-        presets.Streaming(start(), 2, sgd, period=3, lr=1.0, momentum=0.0, delay=3, mix=0.25), 7
+    method = trained(
+        presets.Streaming, 2, sgd, 7, period=3, lr=1.0, momentum=0.0, delay=3, mix=0.25
     )
     method.finish()
     assert close(method.theta[0], method.theta[1]) and not any(f.flying for f in method.fragments)
@@ -426,19 +420,17 @@ def test_oracle_delayed_gradients_arrive_in_order():
     """Delayed gradients arrive late and in order."""
     for make in (presets.Full, presets.Demo):
         kw = {"coding": presets.Coding(code="fp32")} if make is presets.Demo else {}
-        early = run(make(start(), 2, sgd, **kw), 3)
-        late = run(make(start(), 2, sgd, delay=2, **kw), 5)
+        early = trained(make, 2, sgd, 3, **kw)
+        late = trained(make, 2, sgd, 5, delay=2, **kw)
         assert close(early.theta[0], late.theta[0])
         late.flush()
-        assert close(run(make(start(), 2, sgd, **kw), 5).theta[1], late.theta[1])
+        assert close(trained(make, 2, sgd, 5, **kw).theta[1], late.theta[1])
 
 
 def test_oracle_gradient_channel_with_a_period_gathers():
     """A gradient channel with a period gathers the gradients of its steps."""
-    method = run(
-        presets.Demo(start(), 2, sgd, sign=False, beta=1.0, period=3, coding=everything()), 7
-    )
-    assert close(method.theta[0], run(presets.Full(start(), 2, sgd), 6).theta[0])
+    method = trained(presets.Demo, 2, sgd, 7, sign=False, beta=1.0, period=3, coding=everything())
+    assert close(method.theta[0], trained(presets.Full, 2, sgd, 6).theta[0])
 
 
 # -- codes on whole tensors, error feedback ------------------------------------------------------
@@ -453,10 +445,8 @@ def test_oracle_dense_codes_are_those_of_single_values(code):
     )
     values[:300], values[400], values[600:700] = 0.0, -0.0, torch.arange(100) / 8.0
     assert torch.equal(dense.coded(values, code), quantise.dequantised(values, code))
-    assert (
-        dense.coded(values[:0], code).shape == (0,)
-        and dense.coded(values.double(), code).dtype == torch.float64
-    )
+    assert dense.coded(values[:0], code).shape == (0,)
+    assert dense.coded(values.double(), code).dtype == torch.float64
 
 
 def test_oracle_dense_gathers_for_few_replicas():
@@ -491,15 +481,13 @@ def test_oracle_muloco_is_diloco_with_error_feedback():
     for t in range(6):
         method.step([updates(t, r) for r in range(2)])
         coarse.step([updates(t, r) for r in range(2)])
-    assert close(
-        method.theta[0], run(presets.DiLoCo(start(), 2, sgd, period=2, lr=0.8), 6).theta[0]
-    )
+    assert close(method.theta[0], trained(presets.DiLoCo, 2, sgd, 6, period=2, lr=0.8).theta[0])
     # beta 1: the anchor plus what the feedback still holds is where exact deltas would have led
     kept = {
         n: coarse.theta[0][n].detach() - sum(a[n] for a in coarse.fragments[0].a) / 2
         for n in SHAPES
     }
-    exact = run(presets.Full(start(), 2, sgd), 6).theta[0]
+    exact = trained(presets.Full, 2, sgd, 6).theta[0]
     assert all(torch.allclose(kept[n], exact[n].detach(), atol=1e-6) for n in SHAPES)
     assert not close(coarse.theta[0], exact)
 
@@ -515,8 +503,8 @@ def test_oracle_random_with_all_positions_is_full():
 
     for transform in (True, False):
         coding = presets.Coding(code="fp32", transform=transform, senders=False, positions=every)
-        method = run(presets.Demo(start(), 2, sgd, sign=False, coding=coding))
-        assert close(method.theta[0], run(presets.Full(start(), 2, sgd)).theta[0])
+        method = trained(presets.Demo, sign=False, coding=coding)
+        assert close(method.theta[0], trained(presets.Full).theta[0])
 
 
 def test_oracle_random_with_half_the_positions():
@@ -528,9 +516,9 @@ def test_oracle_random_with_half_the_positions():
         return mask
 
     coding = presets.Coding(code="fp32", transform=False, senders=False, positions=half)
-    method = run(presets.Demo(start(), 2, sgd, sign=False, beta=1.0, coding=coding))
+    method = trained(presets.Demo, sign=False, beta=1.0, coding=coding)
     now, before = (
-        run(presets.Full(start(), 2, sgd), t).theta[0]["weight"].detach().reshape(-1)[:4096]
+        trained(presets.Full, 2, sgd, t).theta[0]["weight"].detach().reshape(-1)[:4096]
         for t in (4, 3)
     )
     got = method.theta[0]["weight"].detach().reshape(-1)[:4096]
@@ -540,10 +528,8 @@ def test_oracle_random_with_half_the_positions():
 
 def test_oracle_sparse_loco_with_everything_kept():
     """`sparse_loco` that keeps all coefficients is averaging."""
-    method = run(
-        presets.SparseLoCo(start(), 2, sgd, period=2, k=4096, code="fp32", clip_blocks=False)
-    )
-    assert close(method.theta[0], run(presets.Full(start(), 2, sgd)).theta[0])
+    method = trained(presets.SparseLoCo, period=2, k=4096, code="fp32", clip_blocks=False)
+    assert close(method.theta[0], trained(presets.Full).theta[0])
 
 
 def test_oracle_block_norms_are_clipped_to_their_median():
@@ -573,11 +559,8 @@ def test_oracle_demo_v2_with_everything_kept():
     = 0.9 a / 2 + 0.1 g after what was sent has half left it, so the update of step t is 0.1 sum
     (0.45)^i g.
     """
-    method = run(
-        presets.Demo(
-            start(), 2, sgd, sign=False, beta=0.9, gain=0.1, alpha=0.5, coding=everything()
-        ),
-        3,
+    method = trained(
+        presets.Demo, 2, sgd, 3, sign=False, beta=0.9, gain=0.1, alpha=0.5, coding=everything()
     )
     for n, p in start().items():
         g = [(gradients(t, 0)[n].double() + gradients(t, 1)[n].double()) / 2 for t in range(3)]
@@ -606,7 +589,7 @@ def test_oracle_full_average_moves_no_mean():
 
 def test_oracle_schedule_is_a_factor_of_the_rate():
     """The schedule is a factor of the rate."""
-    method = run(presets.Full(start(), 1, sgd, schedule=lambda t: float(t == 1)))
+    method = trained(presets.Full, 1, sgd, schedule=lambda t: float(t == 1))
     for n, p in start().items():
         assert torch.allclose(
             method.theta[0][n].detach(), p.double() - 0.1 * gradients(1, 0)[n].double()

@@ -34,19 +34,10 @@ NO_BACKEND = (
 
 def run(*words: str | Path, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
     """A command without this run's PYTHONPATH."""
-    env = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("PYTHONPATH", "PYTHONHOME") and not key.startswith("ISLAND_")
-    }
-    done = subprocess.run(
-        [str(w) for w in words],
-        cwd=cwd,
-        env=env,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("ISLAND_")}
+    env = {k: v for k, v in clean.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    how = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run([str(w) for w in words], cwd=cwd, env=env, **how)
     assert not check or done.returncode == 0, done.stdout
     return done
 
@@ -56,16 +47,8 @@ def copy_of_the_tree(to: Path) -> None:
     name.
     """
     try:
-        listed = run(
-            "git",
-            "ls-files",
-            "-z",
-            "--cached",
-            "--others",
-            "--exclude-standard",
-            cwd=ROOT,
-            check=False,
-        )
+        words = "git ls-files -z --cached --others --exclude-standard"
+        listed = run(*words.split(), cwd=ROOT, check=False)
     except FileNotFoundError:
         listed = None
     if listed is None or listed.returncode:
@@ -87,16 +70,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     pytest.importorskip("build.env")
     folder = tmp_path_factory.mktemp("built")
     copy_of_the_tree(folder / "tree")
-    done = run(
-        sys.executable,
-        "-m",
-        "build",
-        "--outdir",
-        folder / "dist",
-        folder / "tree",
-        cwd=folder,
-        check=False,
-    )
+    words = [sys.executable, "-m", "build", "--outdir", folder / "dist", folder / "tree"]
+    done = run(*words, cwd=folder, check=False)
     if done.returncode and re.search(NO_BACKEND, done.stdout):
         pytest.skip(f"the build backend cannot be fetched: {done.stdout[-500:]}")
     assert done.returncode == 0, done.stdout
@@ -106,11 +81,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def of_packages(names: Sequence[str]) -> set[str]:
     """Packages whose `__init__.py` is among these names."""
-    return {
-        name.removesuffix("/__init__.py").replace("/", ".")
-        for name in names
-        if name.endswith("/__init__.py")
-    }
+    ending = "/__init__.py"
+    return {n.removesuffix(ending).replace("/", ".") for n in names if n.endswith(ending)}
 
 
 def test_package_build_passes_twine(built: tuple[Path, Path]) -> None:
@@ -122,21 +94,15 @@ def test_package_build_passes_twine(built: tuple[Path, Path]) -> None:
 
 def test_package_build_wheel_holds_the_packages_only(built: tuple[Path, Path]) -> None:
     """The wheel holds the packages and nothing else."""
+    meta = f"fsdp_demo-{__version__}.dist-info"
     with zipfile.ZipFile(built[1]) as wheel:
         names = wheel.namelist()
-        entries = wheel.read(f"fsdp_demo-{__version__}.dist-info/entry_points.txt").decode()
-        meta = email.message_from_bytes(wheel.read(f"fsdp_demo-{__version__}.dist-info/METADATA"))
+        entries = wheel.read(f"{meta}/entry_points.txt").decode()
+        head = email.message_from_bytes(wheel.read(f"{meta}/METADATA"))
     assert of_packages(names) == set(PROJECT["tool"]["setuptools"]["packages"])
-    assert {name.partition("/")[0] for name in names} == {
-        "fsdp_demo",
-        "deepspeed_ext",
-        f"fsdp_demo-{__version__}.dist-info",
-    }
-    assert {
-        "fsdp_demo/py.typed",
-        "deepspeed_ext/py.typed",
-        f"fsdp_demo-{__version__}.dist-info/licenses/LICENSE",
-    } <= set(names)
+    assert {name.partition("/")[0] for name in names} == {"fsdp_demo", "deepspeed_ext", meta}
+    typed = {"fsdp_demo/py.typed", "deepspeed_ext/py.typed"}
+    assert {*typed, f"{meta}/licenses/LICENSE"} <= set(names)
     modules = {
         p.relative_to(ROOT).as_posix()
         for top in ("fsdp_demo", "deepspeed_ext")
@@ -146,41 +112,23 @@ def test_package_build_wheel_holds_the_packages_only(built: tuple[Path, Path]) -
     compiled = {f"fsdp_demo/compression/_kernels.{ending}" for ending in ("c", "abi3.so")}
     assert {name for name in names if name.endswith((".so", ".c"))} <= compiled
     assert "fsdp-demo = fsdp_demo.cli:main" in entries and "deepspeed = deepspeed_ext" in entries
-    assert meta["Version"] == __version__
-    assert meta["Requires-Python"] == PROJECT["project"]["requires-python"]
-    assert (
-        meta["Description-Content-Type"] == "text/markdown" and "# fsdp_demo" in meta.get_payload()
-    )
+    assert head["Version"] == __version__
+    assert head["Requires-Python"] == PROJECT["project"]["requires-python"]
+    assert head["Description-Content-Type"] == "text/markdown"
+    assert "# fsdp_demo" in head.get_payload()
 
 
 def test_package_build_sdist_holds_the_whole_tree(built: tuple[Path, Path]) -> None:
     """The sdist holds the whole tree."""
     with tarfile.open(built[0]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
-    wanted = [
-        "pyproject.toml",
-        "LICENSE",
-        "README.md",
-        "CHANGELOG.md",
-        "CITATION.cff",
-        "fsdp_demo/py.typed",
-        "fsdp_demo/compression/_kernels.c",
-        "benchmarks/results/storm.svg",
-    ]
-    wanted += [
-        "tests/run.sh",
-        "conftest.py",
-        "benchmarks/bytes.py",
-        "recipes/setup.sh",
-        "recipes/models/small.json",
-        "docs/figures/tables.py",
-    ]
-    assert not [name for name in wanted if name not in names]
-    assert not [
-        name
-        for name in names
-        if "__pycache__" in name or name.startswith((".venv", "outputs", "build"))
-    ]
+    wanted = "pyproject.toml LICENSE README.md CHANGELOG.md CITATION.cff fsdp_demo/py.typed "
+    wanted += "fsdp_demo/compression/_kernels.c benchmarks/results/storm.svg tests/run.sh "
+    wanted += "conftest.py benchmarks/bytes.py recipes/setup.sh recipes/models/small.json "
+    wanted += "docs/figures/tables.py"
+    assert set(wanted.split()) <= names
+    left = (".venv", "outputs", "build")
+    assert not [name for name in names if "__pycache__" in name or name.startswith(left)]
 
 
 def test_package_build_works_in_a_clean_environment(built: tuple[Path, Path], tmp_path) -> None:
@@ -188,39 +136,21 @@ def test_package_build_works_in_a_clean_environment(built: tuple[Path, Path], tm
     environment, by a path; the package is the wheel's.
     """
     run(sys.executable, "-m", "venv", tmp_path / "env", cwd=tmp_path)
-    binaries = tmp_path / "env" / "bin"
-    run(
-        binaries / "python",
-        "-m",
-        "pip",
-        "install",
-        "--no-deps",
-        "--no-index",
-        "--disable-pip-version-check",
-        built[1],
-        cwd=tmp_path,
-    )
-    where = run(
-        binaries / "python",
-        "-c",
-        "import sysconfig; print(sysconfig.get_path('purelib'))",
-        cwd=tmp_path,
-    ).stdout.strip()
+    python, command = (tmp_path / "env" / "bin" / name for name in ("python", "fsdp-demo"))
+    words = "-m pip install --no-deps --no-index --disable-pip-version-check"
+    run(python, *words.split(), built[1], cwd=tmp_path)
+    purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    where = run(python, "-c", purelib, cwd=tmp_path).stdout.strip()
     paths = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     (Path(where) / "dependencies.pth").write_text("\n".join(paths) + "\n")
     program = (
         "import fsdp_demo as f, importlib.metadata as m; print(f.__file__); "
         "print(m.version('fsdp_demo'), f.preset('demo').preset)"
     )
-    file, words = run(
-        binaries / "python", "-W", "ignore", "-c", program, cwd=tmp_path
-    ).stdout.splitlines()[-2:]
+    shown = run(python, "-W", "ignore", "-c", program, cwd=tmp_path).stdout
+    file, words = shown.splitlines()[-2:]
     assert Path(file).is_relative_to(tmp_path / "env") and words == f"{__version__} demo"
-    shown = yaml.safe_load(
-        run(binaries / "fsdp-demo", "presets", "demo", "--yaml", cwd=tmp_path).stdout
-    )
+    shown = yaml.safe_load(run(command, "presets", "demo", "--yaml", cwd=tmp_path).stdout)
     assert shown["preset"] == "demo" and shown["channels"]
-    assert (
-        run(binaries / "fsdp-demo", "--version", cwd=tmp_path).stdout.strip()
-        == f"fsdp-demo {__version__}"
-    )
+    said = run(command, "--version", cwd=tmp_path).stdout.strip()
+    assert said == f"fsdp-demo {__version__}"

@@ -39,19 +39,13 @@ ORDER: tuple[tuple[str, ...], ...] = (
 not from its neighbours in a row.
 """
 
-packed = pytest.mark.skipif(
-    not (ROOT / "fsdp_demo" / "config").is_dir(), reason="the modules lie flat in one folder"
-)
-
 
 def modules(root: Path) -> dict[str, Path]:
     """Dotted name -> file, of both packages; a package is its `__init__.py`."""
-    files = [
-        f for top in ("fsdp_demo", "deepspeed_ext") for f in sorted((root / top).rglob("*.py"))
-    ]
     return {
         ".".join(f.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): f
-        for f in files
+        for top in ("fsdp_demo", "deepspeed_ext")
+        for f in sorted((root / top).rglob("*.py"))
     }
 
 
@@ -86,24 +80,19 @@ def imported(file: Path, package: str) -> Iterator[tuple[int, str]]:
 
 def row(module: str) -> tuple[int, str]:
     """The row of a module and its entry there, the longest that fits."""
-    fits = [
-        (len(entry), n, entry)
-        for n, entries in enumerate(ORDER)
-        for entry in entries
-        if f"{module}.".startswith(f"{entry}.")
-    ]
-    _, number, entry = max(fits)
-    return number, entry
+    rows = [(n, entry) for n, entries in enumerate(ORDER) for entry in entries]
+    fits = [at for at in rows if f"{module}.".startswith(f"{at[1]}.")]
+    return max(fits, key=lambda at: len(at[1]))
 
 
 def upwards(root: Path) -> list[str]:
     """A sentence for each import that goes up, or sideways."""
-    found = []
-    for name, target, line in arrows(root):
-        (here, own), (there, other) = row(name), row(target)
-        if own != other and here <= there:
-            found.append(f"{name}:{line} imports {target}: {other} is not below {own}")
-    return found
+    return [
+        f"{name}:{line} imports {target}: {other} is not below {own}"
+        for name, target, line in arrows(root)
+        for (here, own), (there, other) in [(row(name), row(target))]
+        if own != other and here <= there
+    ]
 
 
 def circles(root: Path) -> list[list[str]]:
@@ -129,7 +118,6 @@ def circles(root: Path) -> list[list[str]]:
     return [list(group) for group in sorted(groups)]
 
 
-@packed
 def test_packages_no_import_goes_upwards() -> None:
     """No module imports from a package above its own."""
     assert upwards(ROOT) == []
@@ -157,7 +145,6 @@ def test_packages_nothing_imports_benchmarks(top: str) -> None:
     assert found == []
 
 
-@packed
 def test_packages_every_module_has_its_place() -> None:
     """A new module at the top of `fsdp_demo` is a decision: it belongs into a package, or into
     ORDER.
@@ -170,7 +157,6 @@ def test_packages_every_module_has_its_place() -> None:
     assert beside == []
 
 
-@packed
 def test_packages_have_docstrings() -> None:
     """Each package says what it is for."""
     for name, file in modules(ROOT).items():
@@ -197,36 +183,23 @@ def test_packages_upward_import_is_found(tmp_path: Path, text: str) -> None:
 
 def test_packages_import_by_a_neighbour_is_found(tmp_path: Path) -> None:
     """An import of a neighbour of the same height is found."""
-    written(
-        tmp_path,
-        {
-            "launch/processes.py": "from ..integrations import mesh",
-            "integrations/mesh.py": "from ..net import link",
-        },
-    )
+    mesh = {"integrations/mesh.py": "from ..net import link"}
+    written(tmp_path, {"launch/processes.py": "from ..integrations import mesh", **mesh})
+    why = "fsdp_demo.integrations is not below fsdp_demo.launch"
     assert [s.split(" imports ")[1] for s in upwards(tmp_path)] == [
-        "fsdp_demo.integrations.mesh: fsdp_demo.integrations is not below fsdp_demo.launch",
-        "fsdp_demo.integrations: fsdp_demo.integrations is not below fsdp_demo.launch",
+        f"{name}: {why}" for name in ("fsdp_demo.integrations.mesh", "fsdp_demo.integrations")
     ]
 
 
 def test_packages_circle_is_found(tmp_path: Path) -> None:
     """A circle is found, also by an import inside a function."""
-    files = {
-        "link": "from . import meter",
-        "meter": "def f():\n    from .peers import Line",
-        "peers": "from .link import Link",
-    }
-    written(
-        tmp_path,
-        {
-            f"peers/{name}.py": text
-            for name, text in {**files, "header": "from .link import Link"}.items()
-        },
-    )
-    assert circles(tmp_path) == [
-        ["fsdp_demo.peers.link", "fsdp_demo.peers.meter", "fsdp_demo.peers.peers"]
-    ]
+    written(tmp_path, {
+        "peers/link.py": "from . import meter",
+        "peers/meter.py": "def f():\n    from .peers import Line",
+        "peers/peers.py": "from .link import Link",
+        "peers/header.py": "from .link import Link",
+    })  # fmt: skip
+    assert circles(tmp_path) == [[f"fsdp_demo.peers.{n}" for n in ("link", "meter", "peers")]]
 
 
 def written(root: Path, files: dict[str, str]) -> None:
@@ -270,10 +243,8 @@ def test_packages_attributes_are_set_by_their_class() -> None:
             if owner.rpartition(".")[2].lstrip("_") in SET_BY_THEMSELVES:
                 found.append(f"{name}:{line}: {owner}")
     assert not found, found
-    seen = [
-        owner for owner, _ in assigned(ast.parse("self._peers.a = 1\nsetattr(runtime, 'b', 2)"))
-    ]
-    assert seen == ["self._peers", "runtime"]
+    seen = assigned(ast.parse("self._peers.a = 1\nsetattr(runtime, 'b', 2)"))
+    assert [owner for owner, _ in seen] == ["self._peers", "runtime"]
 
 
 def test_packages_classes_that_set_their_attributes_are_there() -> None:

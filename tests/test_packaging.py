@@ -5,13 +5,13 @@ only.
 from __future__ import annotations
 
 import importlib.metadata
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import fsdp_demo
 from fsdp_demo.version import __version__
+
+from .support.programs import fresh_python
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -21,21 +21,16 @@ def test_packaging_one_version() -> None:
     """The version is said in one place, and has its section in the changelog."""
     assert fsdp_demo.__version__ == __version__
     assert PROJECT["project"]["dynamic"] == ["version"]
-    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {
-        "attr": "fsdp_demo.version.__version__"
-    }
+    dynamic = PROJECT["tool"]["setuptools"]["dynamic"]["version"]
+    assert dynamic == {"attr": "fsdp_demo.version.__version__"}
     assert f"## [{__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_packaging_installed_version_and_command() -> None:
     """The installed package has this version and the command `fsdp-demo`."""
     assert importlib.metadata.version("fsdp_demo") == __version__
-    (command,) = (
-        entry
-        for entry in importlib.metadata.entry_points(group="console_scripts")
-        if entry.name == "fsdp-demo"
-    )
-    assert command.value == "fsdp_demo.cli:main"
+    found = importlib.metadata.entry_points(group="console_scripts", name="fsdp-demo")
+    assert [command.value for command in found] == ["fsdp_demo.cli:main"]
 
 
 def test_packaging_every_package_is_listed_and_typed() -> None:
@@ -66,15 +61,11 @@ def test_packaging_no_upper_bound_on_torch() -> None:
 
 def test_packaging_exact_versions_are_in_one_file() -> None:
     """Exact versions are in the constraints only."""
-    requirements = PROJECT["project"]["dependencies"] + sum(
-        PROJECT["project"]["optional-dependencies"].values(), []
-    )
+    optional = PROJECT["project"]["optional-dependencies"].values()
+    requirements = sum(optional, PROJECT["project"]["dependencies"])
     assert not [line for line in requirements if "==" in line]
-    pins = [
-        line
-        for line in (ROOT / "recipes/constraints-cpu.txt").read_text().splitlines()
-        if line and not line.startswith("#")
-    ]
+    lines = (ROOT / "recipes/constraints-cpu.txt").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
     assert all("==" in line for line in pins)
     assert "torch==2.13.0" in pins and "accelerate==1.15.0" in pins
 
@@ -84,9 +75,7 @@ def imported(program: str, unwanted: set[str]) -> set[str]:
     where it is installed.
     """
     program += f"\nimport sys; print(*set({sorted(unwanted)}) & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd="/")
-    assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
+    return set(fresh_python(program, "/").split())
 
 
 def test_packaging_core_imports_torch_only() -> None:
@@ -94,38 +83,23 @@ def test_packaging_core_imports_torch_only() -> None:
     # tqdm is not looked for: torch itself imports it where it is installed.
     heavy = {"accelerate", "transformers", "datasets", "deepspeed", "matplotlib", "pandas"}
     heavy |= {"lightning", "pytorch_lightning"}
-    assert not imported(
-        "from fsdp_demo import *\nimport fsdp_demo.cli, fsdp_demo.launch.rehearse, "
-        "fsdp_demo.store.server",
-        heavy,
-    )
+    late = "import fsdp_demo.cli, fsdp_demo.launch.rehearse, fsdp_demo.store.server"
+    assert not imported(f"from fsdp_demo import *\n{late}", heavy)
 
 
 def test_packaging_commands_start_without_torch() -> None:
     """Commands that need no torch start without it. A durable store is started again while a run
     waits for it; launchers are started once for each island.
     """
-    modules = (
-        "cli",
-        "store.server",
-        "launch.rehearse",
-        "launch.processes",
-        "launch.__main__",
-        "config.methods",
-        "status",
-    )
-    assert not imported(
-        "import fsdp_demo, " + ", ".join(f"fsdp_demo.{name}" for name in modules),
-        {"torch", "numpy"},
-    )
+    modules = "cli store.server launch.rehearse launch.processes launch.__main__ config.methods "
+    modules += "status tools.doctor.reading"
+    names = ", ".join(f"fsdp_demo.{name}" for name in modules.split())
+    assert not imported(f"import {names}\nfsdp_demo.cli.parser()", {"torch", "numpy"})
 
 
 def test_packaging_public_names_have_homes() -> None:
     """Each public name has a module that it is loaded from."""
     late = [name for names in fsdp_demo._HOMES.values() for name in names]
-    assert (
-        sorted([*late, "__version__"])
-        == sorted(fsdp_demo.__all__)
-        == sorted(set(fsdp_demo.__all__))
-    )
+    names = sorted(fsdp_demo.__all__)
+    assert sorted([*late, "__version__"]) == names == sorted(set(names))
     assert all(getattr(fsdp_demo, name) is not None and name in dir(fsdp_demo) for name in late)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import doctest
 import inspect
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 import pytest
 
 import fsdp_demo
+
+from .support.programs import fresh_python
 
 ROOT = Path(__file__).parents[1]
 NAMES = [n for n in fsdp_demo.__all__ if n != "__version__"]
@@ -34,17 +35,7 @@ def methods(cls: type) -> list[tuple[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def one_replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in (
-        "RANK",
-        "COUNT",
-        "ENDPOINT",
-        "RUN",
-        "NAME",
-        "ADDRESS",
-        "TIMEOUT",
-        "LINK",
-        "STATUS",
-    ):
+    for name in "RANK COUNT ENDPOINT RUN NAME ADDRESS TIMEOUT LINK STATUS".split():
         monkeypatch.delenv(f"ISLAND_{name}", raising=False)
     yield
 
@@ -54,26 +45,18 @@ def test_public_all_is_sorted_and_complete() -> None:
     assert sorted(fsdp_demo.__all__) == fsdp_demo.__all__
     assert len(set(fsdp_demo.__all__)) == len(fsdp_demo.__all__)
     modules = {n for n, v in vars(fsdp_demo).items() if inspect.ismodule(v)}
-    shown = (
-        {n for n in vars(fsdp_demo) if not n.startswith("_")}
-        - modules
-        - {"Any", "TYPE_CHECKING", "import_module"}
-    )
-    assert shown <= {*fsdp_demo.__all__, "guard"}
+    shown = {n for n in vars(fsdp_demo) if not n.startswith("_")} - modules
+    of_python = {"Any", "TYPE_CHECKING", "import_module"}
+    assert shown <= {*fsdp_demo.__all__, "guard"} | of_python
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_public_name_has_a_docstring(name: str) -> None:
-    """A public name has a docstring."""
+def test_public_name_and_its_methods_have_docstrings(name: str) -> None:
+    """A public name has a docstring, and so have the public methods of a class."""
     thing = getattr(fsdp_demo, name)
     # A dataclass without one gets its signature.
     assert thing.__doc__ and not thing.__doc__.startswith(f"{name}("), f"{name} has no docstring"
-
-
-@pytest.mark.parametrize("name", [n for n in NAMES if inspect.isclass(getattr(fsdp_demo, n))])
-def test_public_methods_have_docstrings(name: str) -> None:
-    """Public methods have docstrings."""
-    for method, function in methods(getattr(fsdp_demo, name)):
+    for method, function in methods(thing) if inspect.isclass(thing) else ():
         assert (function.__doc__ or "").strip(), f"{name}.{method} has no docstring"
 
 
@@ -93,24 +76,13 @@ def test_public_name_has_an_example_that_runs(name: str) -> None:
 
 def test_public_exchange_and_topology_have_the_promised_names() -> None:
     """Exchange and Topology have the names that the documents promise."""
-    promised = [
-        "flush",
-        "finish",
-        "skip",
-        "paused",
-        "outer_parameters",
-        "state_dict",
-        "load_state_dict",
-        "detach",
-        "metrics",
-        "report",
-    ]
-    assert {*promised, "digests_equal"} <= {n for n, _ in methods(fsdp_demo.Exchange)}
+    promised = "flush finish skip paused outer_parameters state_dict load_state_dict detach "
+    promised += "metrics report digests_equal"
+    assert set(promised.split()) <= {n for n, _ in methods(fsdp_demo.Exchange)}
     assert {"from_env", "from_mesh", "from_store"} <= {n for n, _ in methods(fsdp_demo.Topology)}
     parameters = inspect.signature(fsdp_demo.attach).parameters
-    assert [parameters[n].kind for n in ("model", "topology", "must_match", "step", "state")] == [
-        inspect.Parameter.KEYWORD_ONLY
-    ] * 5
+    for name in ("model", "topology", "must_match", "step", "state"):
+        assert parameters[name].kind == inspect.Parameter.KEYWORD_ONLY, name
 
 
 def test_public_import_brings_torch_and_yaml_only() -> None:
@@ -124,19 +96,15 @@ def test_public_import_brings_torch_and_yaml_only() -> None:
         "new = {n.partition('.')[0] for n in sys.modules} - before - set(sys.stdlib_module_names)\n"
         "assert new == {'fsdp_demo'}, new\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd="/")
-    assert done.returncode == 0, done.stderr
+    fresh_python(program, "/")
 
 
 def test_public_import_without_distributed_checkpoint() -> None:
     """The package is imported without `torch.distributed.checkpoint`, which takes a second to
     import.
     """
-    program = (
-        "import sys, fsdp_demo.checkpoint\nassert 'torch.distributed.checkpoint' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    late = "torch.distributed.checkpoint"
+    fresh_python(f"import sys, fsdp_demo.checkpoint\nassert '{late}' not in sys.modules")
 
 
 def test_public_import_without_fsdp2() -> None:
@@ -156,8 +124,7 @@ def test_public_import_without_fsdp2() -> None:
         "new = {n.partition('.')[0] for n in set(sys.modules) - before}\n"
         "assert not {'sympy', 'torch'} & new, sorted(set(sys.modules) - before)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    fresh_python(program)
 
 
 def docstrings() -> Iterator[tuple[Path, str]]:

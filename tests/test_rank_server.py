@@ -17,6 +17,7 @@ import pytest
 from fsdp_demo.store.client import StoreClient
 
 from .support import guard, kinds, ranks, stores, threads
+from .support.inside import in_a_process
 
 LIMIT = 1  # patched below
 
@@ -99,20 +100,16 @@ def test_rank_server_run_id_keeps_its_store(run_ranks):
     assert found[0][1] == found[2][1] != found[1][1]
 
 
-def test_rank_server_shared_store_made_anew_where_it_died(run_ranks):
+@in_a_process
+def test_rank_server_shared_store_made_anew_where_it_died():
     """The store that calls share is made anew where its process died."""
-
-    def ports():
-        made = stores.Stores(close=[])
-        found = [made.endpoint(stores.SHARED) for _ in range(2)]
-        pid, _ = made._held[stores.SHARED]
-        os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        found.append(made.endpoint(stores.SHARED))
-        made.end_all()
-        return found
-
-    (found,) = run_ranks(ports, 1, 1)
+    made = stores.Stores(close=[])
+    found = [made.endpoint(stores.SHARED) for _ in range(2)]
+    pid, _ = made._held[stores.SHARED]
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    found.append(made.endpoint(stores.SHARED))
+    made.end_all()
     assert found[0] == found[1] != found[2]
 
 

@@ -91,35 +91,17 @@ def test_registry_names_stand_nowhere_else() -> None:
     """No other module names them as literals in code; documentation may. The mean of low codes
     comes back in int8 (`dense.mean_code`), by decree.
     """
-    known, found = (
-        {*names.FORMATS, *names.TRANSFORMS, *names.SELECTIONS}
-        - {"none", "dense", "fp32", "bf16", "random"},
-        [],
-    )
-    for package in (
-        "config",
-        "compression",
-        "channels",
-        "net",
-        "store",
-        "membership",
-        "peers",
-        "elastic",
-        "rendezvous",
-        "exchange",
-        "checkpoint",
-    ):
+    words, found = {"none", "dense", "fp32", "bf16", "random"}, []
+    known = {*names.FORMATS, *names.TRANSFORMS, *names.SELECTIONS} - words
+    packages = "config compression channels net store membership peers elastic rendezvous exchange "
+    for package in [*packages.split(), "checkpoint"]:
         for file in sorted((PACKAGE / package).glob("*.py")):
-            where = f"{package}/{file.name}"
-            for node in (
-                ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if where not in TABLES else ()
-            ):
-                if (
-                    isinstance(node, ast.Constant)
-                    and isinstance(node.value, str)
-                    and node.value in known
-                ):
-                    found.append(f"{where} names {node.value!r}")
+            if (where := f"{package}/{file.name}") in TABLES:
+                continue
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                value = node.value if isinstance(node, ast.Constant) else None
+                if isinstance(value, str) and value in known:
+                    found.append(f"{where} names {value!r}")
     assert found == ["compression/dense.py names 'int8'"]
 
 
@@ -186,15 +168,8 @@ def trained(codec: Codec, applier: str, beta: float) -> tuple[list[Tensor], list
     def island(i: int, topology: fsdp_demo.Topology) -> tuple[Tensor, Tensor]:
         weight = nn.Parameter(torch.zeros(130, 128))
         optimizer = torch.optim.SGD([weight], lr=1.0)
-        own = Channel(
-            "m",
-            "gradient",
-            SyncSchedule(),
-            Accumulator(beta=beta),
-            codec,
-            feedback="subtract",
-            applier=Applier(applier),
-        )
+        parts = SyncSchedule(), Accumulator(beta=beta), codec
+        own = Channel("m", "gradient", *parts, feedback="subtract", applier=Applier(applier))
         exchange = fsdp_demo.attach(optimizer, ExchangeConfig("own", (own,)), topology=topology)
         for t in range(3):
             weight.grad = torch.randn(130, 128, generator=torch.Generator().manual_seed(10 * t + i))
@@ -236,24 +211,13 @@ def test_registry_own_entries_train(select: str) -> None:
 def test_registry_refuses_entries_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry is refused where it does not fit."""
     enter(monkeypatch)
-    with pytest.raises(
-        ValueError,
-        match="applier.acts_as='halved' cannot apply source 'delta': use "
-        "applier.acts_as='outer_step'",
-    ):
-        ExchangeConfig("own", (Channel("d", "delta", applier=Applier("halved")),))
-    with pytest.raises(
-        ValueError,
-        match="applier.acts_as='outer_step' cannot apply source 'gradient': use "
-        "applier.acts_as='gradient' or 'halved'",
-    ):
-        ExchangeConfig("own", (Channel("g", "gradient", applier=Applier("outer_step")),))
-    with pytest.raises(ValueError, match="value_dtype fp32 or bf16"):
-        ExchangeConfig(
-            "own",
-            (
-                Channel(
-                    "p", "parameter", codec=Codec(value_dtype="ternary"), applier=Applier("replace")
-                ),
-            ),
-        )
+    for source, acts, codec, says in (
+        ("delta", "halved", Codec(), "applier.acts_as='halved' cannot apply source 'delta': use "
+            "applier.acts_as='outer_step'"),
+        ("gradient", "outer_step", Codec(), "applier.acts_as='outer_step' cannot apply source "
+            "'gradient': use applier.acts_as='gradient' or 'halved'"),
+        ("parameter", "replace", Codec(value_dtype="ternary"), "value_dtype fp32 or bf16"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=says):
+            channel = Channel("c", source, codec=codec, applier=Applier(acts))
+            ExchangeConfig("own", (channel,))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fsdp_demo.store.client import StoreClient
 
-from .support.inside import in_ranks, in_threads
+from .support.inside import in_a_process, in_ranks, in_threads
 
 
 def test_run_ranks_values_and_environment(run_ranks):
@@ -22,14 +22,9 @@ def test_run_ranks_values_and_environment(run_ranks):
         store.set(f"{me.island}/{me.proc}", "here")
         total = torch.ones(())
         dist.all_reduce(total)
-        return (
-            me.island,
-            me.proc,
-            os.environ["ISLAND_RANK"],
-            os.environ["ISLAND_COUNT"],
-            int(total),
-            store.get(f"{me.island}/{me.proc}") == "here",
-        )
+        here = store.get(f"{me.island}/{me.proc}") == "here"
+        where = os.environ["ISLAND_RANK"], os.environ["ISLAND_COUNT"]
+        return me.island, me.proc, *where, int(total), here
 
     began = time.monotonic()
     assert run_ranks(who) == [(i, p, str(i), "2", 2, True) for i in (0, 1) for p in (0, 1)]
@@ -44,9 +39,8 @@ def test_run_ranks_islands_of_different_size(run_ranks):
 
     assert run_ranks(group, procs=[1, 2]) == [False, 2, 2]
     assert run_ranks(group, procs=1, group=True) == [1, 1]
-    assert run_ranks(
-        lambda: os.environ.get("ISLAND_RANK"), islands=1, procs=1, env={"ISLAND_COUNT": ""}
-    ) == [None]
+    found = run_ranks(lambda: os.environ.get("ISLAND_RANK"), 1, 1, env={"ISLAND_COUNT": ""})
+    assert found == [None]
 
 
 def test_run_ranks_after_a_backward_in_the_parent(run_ranks):
@@ -101,13 +95,14 @@ def test_run_ranks_exit_codes(run_ranks):
 
 
 def test_in_ranks_runs_in_every_rank(run_ranks, tmp_path):
-    """The body of an `in_ranks` test runs in every rank, and that of an `in_threads` test on every
-    island; what fails there fails the test, and so does a value that is not that of rank 0.
+    """The body of an `in_ranks` test runs in every rank, with the variables of its argument `env`,
+    that of an `in_threads` test on every island, that of an `in_a_process` test elsewhere; what
+    fails there fails the test, and so does a value that is not that of rank 0.
     """
 
-    @in_ranks(2, 1)
-    def of_ranks(me, tmp_path):
-        (tmp_path / f"rank{me.rank}").touch()
+    @in_ranks(2, 1, env={"SECOND": "2"})
+    def of_ranks(me, tmp_path, env):
+        (tmp_path / f"rank{me.rank}{os.environ['FIRST']}{os.environ['SECOND']}").touch()
         assert me.rank == 0
 
     @in_ranks(2, 1)
@@ -119,10 +114,16 @@ def test_in_ranks_runs_in_every_rank(run_ranks, tmp_path):
         (tmp_path / f"island{island}").touch()
         assert island == 0
 
-    for test in (of_ranks, of_islands):
+    @in_a_process
+    def of_a_process(tmp_path):
+        (tmp_path / "process").touch()
+        assert tmp_path.name == str(os.getpid())
+
+    env = {"FIRST": "1"}
+    for test, given in ((of_ranks, {"env": env}), (of_islands, {}), (of_a_process, {})):
         with pytest.raises(pytest.fail.Exception, match="assert 1 == 0|AssertionError"):
-            test(run_ranks=run_ranks, tmp_path=tmp_path)
+            test(run_ranks=run_ranks, tmp_path=tmp_path, **given)
     with pytest.raises(AssertionError, match=r"ranks \[1\] return another value than rank 0"):
         unlike(run_ranks=run_ranks)
     found = sorted(p.name for p in tmp_path.iterdir() if not p.is_dir())
-    assert found == ["island0", "island1", "rank0", "rank1"]
+    assert found == ["island0", "island1", "process", "rank012", "rank112"]

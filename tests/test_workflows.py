@@ -60,22 +60,15 @@ def test_workflow_schema(file: Path) -> None:
 def test_workflow_takes_the_python_that_is_tested(file: Path) -> None:
     """A workflow takes the Python of the constraints."""
     versions = re.findall(r'python-version: "([\d.]+)"', file.read_text(encoding="utf-8"))
-    assert versions and all(
-        f"with Python {version}" in (ROOT / "recipes" / "constraints-cpu.txt").read_text()
-        for version in versions
-    )
+    constraints = (ROOT / "recipes" / "constraints-cpu.txt").read_text()
+    assert versions and all(f"with Python {version}" in constraints for version in versions)
 
 
 def test_workflow_commands_name_files_that_exist(file: Path) -> None:
     """Commands of a workflow name files that exist."""
-    runs = [
-        step["run"] for job in read(file)["jobs"].values() for step in job["steps"] if "run" in step
-    ]
-    paths = {
-        path
-        for run in runs
-        for path in re.findall(r"\b(?:tests|recipes|fsdp_demo)/[\w./-]*\w", run)
-    }
+    steps = [step for job in read(file)["jobs"].values() for step in job["steps"]]
+    runs = [step["run"] for step in steps if "run" in step]
+    paths = re.findall(r"\b(?:tests|recipes|fsdp_demo)/[\w./-]*\w", "\n".join(runs))
     assert all((ROOT / path).is_file() for path in paths)
     assert file.name != "tests.yml" or runs == ["bash tests/run.sh"]
 
@@ -84,9 +77,8 @@ def test_workflow_release_is_checked_before_publishing() -> None:
     """A release is built and checked before it is published."""
     jobs = read(ROOT / ".github" / "workflows" / "release.yml")["jobs"]
     runs = [step["run"] for step in jobs["build"]["steps"] if "run" in step]
-    assert runs.index("python -m build") < next(
-        i for i, run in enumerate(runs) if "twine check" in run
-    )
+    (check,) = (i for i, run in enumerate(runs) if "twine check" in run)
+    assert runs.index("python -m build") < check
     assert jobs["publish"]["needs"] == "build"
     assert jobs["publish"]["permissions"] == {"id-token": "write"}
     # the right to publish is not with what runs the build

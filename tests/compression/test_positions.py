@@ -292,7 +292,4 @@ def test_codes_1bit_sign_and_mean() -> None:
     data = formats.encode("1bit", v)
     # 2.0 and 0.0 in bf16; signs 0 1 0 1 0 and none
     assert bytes(data.tolist()).hex() == "0040" + "0000" + "0a00"
-    assert formats.decode("1bit", data, 2, 5).tolist() == [
-        [2.0, -2.0, 2.0, -2.0, 2.0],
-        [0.0] * 5,
-    ]
+    assert formats.decode("1bit", data, 2, 5).tolist() == [[2.0, -2.0, 2.0, -2.0, 2.0], [0.0] * 5]

@@ -32,6 +32,7 @@ from fsdp_demo.config.parts import CODES
 from ..oracles import dense as slow
 from ..oracles import quantise
 from ..support import threaded
+from ..support.inside import in_ranks
 from ..support.layered import Layered
 from ..support.sections import whole
 from ..support.transforms import transform
@@ -201,41 +202,39 @@ def conserved(history: list[list[dict[str, Any]]], channel: Channel, replicas: i
 
 
 @pytest.mark.parametrize("feedback, selection", KINDS)
-def test_property_nothing_lost_and_equal_bits(run_ranks, feedback, selection) -> None:
+@in_ranks(1, 1, timeout=240)
+def test_property_nothing_lost_and_equal_bits(feedback, selection) -> None:
     """No value is lost, and all replicas apply the same bits."""
 
-    def run():
-        @settings(quick, max_examples=6)
-        @given(
-            bags,
-            channels(feedback, selection),
-            st.sampled_from([3, 2, 5, 4, 1]),
-            st.integers(0, 99),
-            st.sampled_from([1.0, 1e-4, 300.0]),
-        )
-        def holds(shapes, channel, replicas, seed, scale):
-            history = played(shapes, channel, replicas, seed, scale)
-            for t in range(2):
-                first = history[0][t]
-                for other in history[1:]:
-                    assert torch.equal(first["mean"], other[t]["mean"])
-                    same = all(
-                        torch.equal(x, y)
-                        for x, y in zip(first["applied"], other[t]["applied"], strict=True)
-                    )
-                    assert same or channel.applier.local_delta
+    @settings(quick, max_examples=6)
+    @given(
+        bags,
+        channels(feedback, selection),
+        st.sampled_from([3, 2, 5, 4, 1]),
+        st.integers(0, 99),
+        st.sampled_from([1.0, 1e-4, 300.0]),
+    )
+    def holds(shapes, channel, replicas, seed, scale):
+        history = played(shapes, channel, replicas, seed, scale)
+        for t in range(2):
+            first = history[0][t]
             for other in history[1:]:
-                assert all(
+                assert torch.equal(first["mean"], other[t]["mean"])
+                same = all(
                     torch.equal(x, y)
-                    for x, y in zip(history[0][-1]["final"], other[-1]["final"], strict=True)
+                    for x, y in zip(first["applied"], other[t]["applied"], strict=True)
                 )
-            assert (history[0][-1]["sent"] == 0) == (replicas == 1)
-            if channel.reducer.mean_over == "replicas" or replicas == 1:
-                conserved(history, channel, replicas)
+                assert same or channel.applier.local_delta
+        for other in history[1:]:
+            assert all(
+                torch.equal(x, y)
+                for x, y in zip(history[0][-1]["final"], other[-1]["final"], strict=True)
+            )
+        assert (history[0][-1]["sent"] == 0) == (replicas == 1)
+        if channel.reducer.mean_over == "replicas" or replicas == 1:
+            conserved(history, channel, replicas)
 
-        holds()
-
-    run_ranks(run, 1, 1, timeout=240)
+    holds()
 
 
 # -- codes ---------------------------------------------------------------------------------------

@@ -54,10 +54,7 @@ def test_windows_cover_workspace(active_copies: int, small: None) -> None:
         assert windows[-1].end == layout.numel
         with ContiguousViews(tensors) as memory:
             for w in windows:
-                assert [p.begin for p in w.inner] == [
-                    w.begin,
-                    *(p.end for p in w.inner[:-1]),
-                ]
+                assert [p.begin for p in w.inner] == [w.begin, *(p.end for p in w.inner[:-1])]
                 assert w.inner[-1].end == w.end
                 for part in w.inner:
                     assert torch.equal(

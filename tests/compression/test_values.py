@@ -27,6 +27,7 @@ LARGEST = {
 }
 SIZES = (0, 1, 2, 3, 5, 7, 31, 32, 33, 64, 97, 256, 257, 300, 521)
 shapes = st.tuples(st.integers(0, 5), st.sampled_from(SIZES))
+FLOATS = st.floats(-(2.0**119), 2.0**119, width=32)
 codes = pytest.mark.parametrize("code", CODES)
 grouped = pytest.mark.parametrize("code", GROUPED)
 
@@ -39,21 +40,16 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     rows, cols = draw(shapes)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     v = torch.randn(rows, cols, generator=generator)
-    v = (
-        v.sign()
-        * v.abs() ** draw(st.sampled_from((0.0, 0.5, 1.0, 4.0, 12.0)))
-        * 10.0 ** draw(st.integers(-20, 20))
-    )
-    v *= (
-        torch.rand(rows, cols, generator=generator) >= draw(st.sampled_from((0.0, 0.5, 0.99)))
-    ).float()
+    power = draw(st.sampled_from((0.0, 0.5, 1.0, 4.0, 12.0)))
+    v = v.sign() * v.abs() ** power * 10.0 ** draw(st.integers(-20, 20))
+    zeros = draw(st.sampled_from((0.0, 0.5, 0.99)))
+    v *= (torch.rand(rows, cols, generator=generator) >= zeros).float()
     return v * torch.where(torch.rand(rows, 1, generator=generator) < 0.2, 2.0**-20, 1.0)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(
-        a.contiguous().view(torch.int32), b.contiguous().view(torch.int32)
-    )
+    a, b = a.contiguous(), b.contiguous()
+    return a.shape == b.shape and torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
 def back(code: str, v: torch.Tensor) -> torch.Tensor:
@@ -87,13 +83,7 @@ def test_values_follow_oracle(code, v):
 
 @codes
 @quick
-@given(
-    st.lists(
-        st.lists(st.floats(-(2.0**119), 2.0**119, width=32), min_size=6, max_size=6),
-        min_size=1,
-        max_size=3,
-    )
-)
+@given(st.lists(st.lists(FLOATS, min_size=6, max_size=6), min_size=1, max_size=3))
 def test_values_of_any_floats(code, rows):
     """Any floats follow the oracle. Subnormal numbers, signed zeros and scales that underflow among
     them.
@@ -116,20 +106,10 @@ def test_values_neighbours_of_thresholds(code):
     """The neighbours of every threshold are rounded as by the oracle. fp32's next numbers below and
     above half-way, where a sum with one half would be rounded to the wrong side.
     """
-    half_way = torch.cat(
-        [
-            torch.arange(0.0, 8.0, 0.125),
-            1.5 * 2.0 ** torch.arange(-9.0, 3.0),
-            2.0 ** torch.arange(-9.0, 3.0),
-        ]
-    )
-    near = torch.cat(
-        [
-            half_way,
-            half_way.nextafter(torch.tensor(math.inf)),
-            half_way.nextafter(torch.tensor(-math.inf)),
-        ]
-    )
+    powers = 2.0 ** torch.arange(-9.0, 3.0)
+    half_way = torch.cat([torch.arange(0.0, 8.0, 0.125), 1.5 * powers, powers])
+    beside = [half_way.nextafter(torch.tensor(x)) for x in (math.inf, -math.inf)]
+    near = torch.cat([half_way, *beside])
     for top in sorted(set(LARGEST.values())):  # scale 1 in one of the codes
         rows = near[near.abs() <= top]
         rows = torch.cat([rows, torch.zeros(-rows.numel() % 31)]).view(-1, 31)
@@ -144,9 +124,8 @@ def test_values_rows_of_several_groups(code, shape):
     """
     rows, whole, rest = shape
     cols = whole * (FORMATS[code].group or 256) + rest
-    check_against_oracle(
-        code, torch.randn(rows, cols, generator=torch.Generator().manual_seed(3)) ** 3
-    )
+    generator = torch.Generator().manual_seed(3)
+    check_against_oracle(code, torch.randn(rows, cols, generator=generator) ** 3)
 
 
 @codes
@@ -180,12 +159,8 @@ def test_values_any_offset_and_stride(code):
     data = formats.encode(code, v)
     assert torch.equal(data, formats.encode(code, v.contiguous()))
     for start in (1, 2, 3):
-        assert same_bits(
-            formats.decode(
-                code, torch.cat([torch.zeros(start, dtype=torch.uint8), data])[start:], 9, 70
-            ),
-            back(code, v),
-        )
+        at = torch.cat([torch.zeros(start, dtype=torch.uint8), data])[start:]
+        assert same_bits(formats.decode(code, at, 9, 70), back(code, v))
 
 
 # ---- by hand: a change here is a new wire version ----------------------------------------------
@@ -214,10 +189,8 @@ GOLDEN = {
 def test_values_golden_bytes(code):
     """The bytes of every code are those written down by hand."""
     rows, expected = GOLDEN[code]
-    assert (
-        bytes(formats.encode(code, torch.tensor(rows, dtype=torch.float32)).tolist()).hex()
-        == expected
-    )
+    data = formats.encode(code, torch.tensor(rows, dtype=torch.float32))
+    assert bytes(data.tolist()).hex() == expected
 
 
 def test_values_scales_first_rows_packed():
@@ -227,22 +200,18 @@ def test_values_scales_first_rows_packed():
     # 2bit: no value below the mean, so a lower level of 0
     rows = torch.tensor([[1.0] * 256 + [-2.0], [4.0] * 257])
     scales = "0000803f" + "00000040" + "00008040" + "00008040"
-    assert (
-        bytes(formats.encode("2bit", rows).tolist()).hex()
-        == scales + "55" * 64 + "57" + "55" * 63 + "05"
-    )
+    expected = scales + "55" * 64 + "57" + "55" * 63 + "05"
+    assert bytes(formats.encode("2bit", rows).tolist()).hex() == expected
 
 
 def test_values_every_int4_code():
     """Every code of four bits is decoded, also -8, which no encoder writes."""
-    data = torch.tensor(
-        [0x80, 0x3F, 0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], dtype=torch.uint8
-    )
+    numbers = [0x80, 0x3F, 0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]
+    data = torch.tensor(numbers, dtype=torch.uint8)
     assert formats.decode("int4", data, 1, 16).tolist() == [[*range(8), *range(-8, 0)]]
     for code, form in (("fp4_e3m0", E3M0), ("fp4_e2m1", E2M1)):
-        assert formats.decode(code, data, 1, 16).tolist() == [
-            [*form.magnitudes, *(-m for m in form.magnitudes)]
-        ]
+        every = [*form.magnitudes, *(-m for m in form.magnitudes)]
+        assert formats.decode(code, data, 1, 16).tolist() == [every]
 
 
 @codes
@@ -320,9 +289,8 @@ def test_values_zero_group_scale_zero(code):
     """A group of zeros has scale zero."""
     v = torch.zeros(3, 5)
     v[1] = 1.0
-    scales = (
-        formats.encode(code, v)[: 6 * (2 if code == "2bit" else 1)].view(torch.bfloat16).view(3, -1)
-    )
+    data = formats.encode(code, v)[: 6 * (2 if code == "2bit" else 1)]
+    scales = data.view(torch.bfloat16).view(3, -1)
     assert scales.any(1).tolist() == [False, True, False]
     assert not back(code, v)[[0, 2]].any()
 

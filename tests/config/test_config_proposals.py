@@ -11,7 +11,7 @@ from fsdp_demo import attach, load_config, preset
 from fsdp_demo.config.load import changed
 from fsdp_demo.errors import see
 
-from .test_config import refusal as refused
+from ..support.refused import refusal as refused
 
 
 @pytest.mark.parametrize(("name", "key", "right"), [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -30,16 +31,7 @@ RUNNER = Path(pages.__file__).with_name("run_blocks.py")
 PARSED = {"yaml": yaml.safe_load, "json": json.loads}
 # what a page may need beyond the core
 OPTIONAL = ("accelerate", "transformers", "datasets", "deepspeed", "lightning", "matplotlib")
-LAUNCHER = (
-    "ISLAND_",
-    "ACCELERATE_",
-    "FSDP_",
-    "RANK",
-    "LOCAL_",
-    "WORLD_SIZE",
-    "MASTER_",
-    "DS_ACCELERATOR",
-)
+LAUNCHER = tuple("ISLAND_ ACCELERATE_ FSDP_ RANK LOCAL_ WORLD_SIZE MASTER_ DS_ACCELERATOR".split())
 
 ALL = [pytest.param(page, id=pages.name(page)) for page in pages.pages()]
 
@@ -83,49 +75,35 @@ def test_code_blocks_are_found_with_their_marks() -> None:
     """Blocks of a page are found with their languages, lines and marks."""
     bash, python, text = pages.blocks(PAGE)
     assert (bash.language, bash.line, bash.not_run, bash.first) == ("bash", 4, "needs a GPU", None)
-    assert (python.language, python.line, python.code, python.first) == (
-        "python",
-        12,
-        "x = 1\n",
-        "some/file.py",
-    )
+    assert (python.language, python.line, python.code) == ("python", 12, "x = 1\n")
+    assert python.first == "some/file.py"
     assert (text.language, text.not_run) == ("text", None) and "no code" in text.code
-    assert (
-        PAGE.splitlines()[bash.line - 1].startswith("A=1")
-        and PAGE.splitlines()[python.line - 1].strip() == "x = 1"
-    )
+    assert PAGE.splitlines()[bash.line - 1].startswith("A=1")
+    assert PAGE.splitlines()[python.line - 1].strip() == "x = 1"
 
 
 def test_code_blocks_commands_are_found() -> None:
     """Commands are found in blocks and in sentences."""
-    first = "A=1 fsdp-demo rehearse --islands 2 --procs 1 -- recipes/pretrain.py --steps 3".split()
-    assert list(pages.commands(PAGE)) == [
-        first,
-        ["tee", "log"],
-        "fsdp-demo presets demo --yaml".split(),
-    ]
+    first = "A=1 fsdp-demo rehearse --islands 2 --procs 1 -- recipes/pretrain.py --steps 3"
+    found = [first, "tee log", "fsdp-demo presets demo --yaml"]
+    assert list(pages.commands(PAGE)) == [command.split() for command in found]
 
 
 def test_code_blocks_wrong_command_is_found() -> None:
     """A command with an unknown name, flag or file is found."""
-    assert not problems(
-        (
-            "fsdp-demo rehearse --islands 2 --procs 1 -- recipes/pretrain.py --steps 3 --no-shard "
-            "--set period=20"
-        ).split()
-    )
-    assert not problems(
-        (
-            "python -m fsdp_demo.launch --restarts 9 torchrun --nproc-per-node 8 "
-            "recipes/pretrain.py "
-            "--resume auto"
-        ).split()
-    )
-    assert not problems("bash recipes/quickstart.sh --compare full,demo --batch-size 4".split())
+    for line in RIGHT:
+        assert not problems(line.split()), line
     for line in WRONG:
         assert problems(line.split()), line
 
 
+RIGHT = [
+    "fsdp-demo rehearse --islands 2 --procs 1 -- recipes/pretrain.py --steps 3 --no-shard "
+    "--set period=20",
+    "python -m fsdp_demo.launch --restarts 9 torchrun --nproc-per-node 8 recipes/pretrain.py "
+    "--resume auto",
+    "bash recipes/quickstart.sh --compare full,demo --batch-size 4",
+]
 WRONG = [
     "fsdp-demo rehears --procs 1",
     "fsdp-demo store --bnd x",
@@ -174,24 +152,13 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Pope
     pages.
     """
     env = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER)}
-    env |= {
-        "PYTHONPATH": str(pages.ROOT),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-        "HF_HOME": str(tmp_path_factory.mktemp("hub")),
-        "CUDA_VISIBLE_DEVICES": "",
-        "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow starts a thread at its import
-    }
+    env |= dict(PYTHONPATH=str(pages.ROOT), OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    env |= dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+    env |= {"HF_HOME": str(tmp_path_factory.mktemp("hub"))}
+    env["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow starts a thread at its import
     imported = [*LAZY, *(name for name in OPTIONAL if importlib.util.find_spec(name))]
-    process = subprocess.Popen(
-        [sys.executable, str(RUNNER), *imported],
-        env=env,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    how = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen([sys.executable, str(RUNNER), *imported], env=env, **how)
     yield process
     os.killpg(process.pid, signal.SIGKILL)  # with a page that hangs
     process.communicate()
@@ -260,15 +227,9 @@ def problems(command: list[str]) -> list[str]:
         found += _of_cli(ours[:cut])
     if "fsdp_demo.launch" in rest:
         after = rest[rest.index("fsdp_demo.launch") + 1 :]
-        cut = next(
-            (
-                i
-                for i, word in enumerate(after)
-                if word in ("torchrun", "accelerate", "deepspeed", "python")
-            ),
-            len(after),
-        )
-        found += _unknown("fsdp_demo/launch/__main__.py", after[:cut])
+        launchers = ("torchrun", "accelerate", "deepspeed", "python")
+        ours = itertools.takewhile(lambda word: word not in launchers, after)
+        found += _unknown("fsdp_demo/launch/__main__.py", list(ours))
     for at, word in enumerate(rest):
         if re.match(r"^(recipes|benchmarks)/.*\.(py|sh)$", word) and (pages.ROOT / word).is_file():
             found += _unknown(word, rest[at + 1 :])
@@ -290,21 +251,14 @@ def _subparsers() -> dict[str, argparse.ArgumentParser]:
 
 def _of_cli(words: list[str]) -> list[str]:
     """Words after `fsdp-demo`."""
-    if not words or words[0].startswith("-") or words[0] == "...":
-        return (
-            []
-            if not words or words[0] in ("--version", "--help", "...")
-            else [f"fsdp-demo {words[0]} is no subcommand"]
-        )
+    if not words or words[0] in ("--version", "--help", "..."):
+        return []
     parser = _subparsers().get(words[0])
     if parser is None:
         return [f"fsdp-demo {words[0]} is no subcommand"]
-    flags = [word.partition("=")[0] for word in words[1:] if word.startswith("--")]
-    return [
-        f"fsdp-demo {words[0]} has no {flag}"
-        for flag in flags
-        if flag not in parser._option_string_actions
-    ]
+    flags = {word.partition("=")[0] for word in words[1:] if word.startswith("--")}
+    unknown = flags - set(parser._option_string_actions)
+    return [f"fsdp-demo {words[0]} has no {flag}" for flag in sorted(unknown)]
 
 
 def _unknown(script: str, words: list[str]) -> list[str]:

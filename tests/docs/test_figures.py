@@ -62,12 +62,9 @@ def marked() -> list[tuple[str, str, str]]:
 )
 def test_figures_table_is_what_its_json_says(page: str, name: str, text: str) -> None:
     """A marked table is what docs/figures/tables.py makes of its json."""
-    assert name in tables.TABLES, (
-        f"{page}: <!-- table: {name} --> is not known: allowed are {', '.join(tables.TABLES)}"
-    )
-    assert text.strip() == figure_cells.markdown(tables.TABLES[name]()).strip(), (
-        "run python docs/figures/tables.py --write"
-    )
+    assert name in tables.TABLES, f"{page}: allowed are {', '.join(tables.TABLES)}"
+    made = figure_cells.markdown(tables.TABLES[name]()).strip()
+    assert text.strip() == made, "run python docs/figures/tables.py --write"
 
 
 def test_figures_every_table_is_on_its_page() -> None:
@@ -80,9 +77,8 @@ def test_figures_marks_come_in_pairs() -> None:
     """Each mark of a table has an end."""
     for page in tables.pages():
         text = page.read_text(encoding="utf-8")
-        assert len(re.findall(r"^<!-- table: ", text, re.MULTILINE)) == len(
-            figure_cells.MARK.findall(text)
-        ), pages.name(page)
+        marks = re.findall(r"^<!-- table: ", text, re.MULTILINE)
+        assert len(marks) == len(figure_cells.MARK.findall(text)), pages.name(page)
 
 
 @pytest.mark.parametrize(
@@ -93,11 +89,8 @@ def test_figures_file_has_date_machine_and_command(file: str) -> None:
     about = figure_cells.load("about.json")
     assert file in about, f"docs/figures/about.json does not name {file}"
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", about[file]["date"]) and about[file]["machine"]
-    (script,) = (
-        word
-        for word in shlex.split(about[file]["command"])
-        if re.match(r"(recipes|benchmarks)/.*\.(py|sh)$", word)
-    )
+    words = shlex.split(about[file]["command"])
+    (script,) = (w for w in words if re.match(r"(recipes|benchmarks)/.*\.(py|sh)$", w))
     assert (ROOT / script).is_file()
 
 
@@ -109,12 +102,11 @@ def test_results_length() -> None:
 # ---- counted again -----------------------------------------------------------------------------
 
 
+QUICKSTARTS = figure_cells.load("quickstart.json")
+
+
 @pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(run, id=f"auto {run['preset']}" if "auto" in run else run["preset"])
-        for run in figure_cells.load("quickstart.json")
-    ],
+    "run", QUICKSTARTS, ids=lambda run: "auto " * ("auto" in run) + run["preset"]
 )
 def test_figures_quickstart_sends_what_the_planner_counts(run: dict[str, Any]) -> None:
     """The bytes of the measured quickstart are those that the planner counts."""
@@ -160,22 +152,15 @@ def test_figures_every_preset_has_its_words() -> None:
 @pytest.mark.parametrize("name", ["demo", "diloco", "streaming_diloco"])
 def test_figures_storm_is_whole_and_of_its_preset(name: str) -> None:
     """The figures of a storm are of all its events and of its preset."""
-    found, about = (
-        figure_cells.load(f"storm-{name}.json"),
-        figure_cells.load("about.json")[f"storm-{name}.json"],
-    )
+    file = f"storm-{name}.json"
+    found, about = figure_cells.load(file), figure_cells.load("about.json")[file]
     words = shlex.split(about["command"])
-    assert words[words.index("--preset") + 1] == name and words[words.index("--events") + 1] == str(
-        found["events"] + found["skipped"]
-    )
+    assert words[words.index("--preset") + 1] == name
+    assert words[words.index("--events") + 1] == str(found["events"] + found["skipped"])
     kinds = found["by_kind"].values()
-    assert (
-        sum(k["events"] for k in kinds) == found["events"]
-        and sum(k["survived"] for k in kinds) == found["survived"]
-    )
+    assert sum(k["events"] for k in kinds) == found["events"]
+    assert sum(k["survived"] for k in kinds) == found["survived"]
     assert found["events"] - found["survived"] == len(found["failures"])
     assert found["longest_stall_s"] == max(k["longest_stall_s"] for k in kinds)
-    assert (
-        found["digests_equal"] == (not found["mismatches"])
-        and 0 < found["participating_share"] <= 1
-    )
+    assert found["digests_equal"] == (not found["mismatches"])
+    assert 0 < found["participating_share"] <= 1

@@ -21,9 +21,8 @@ ABSENT = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 def make() -> ModuleType:
     """docs/pictures/make.py as a module."""
-    spec = importlib.util.spec_from_file_location(
-        "pictures_make", ROOT / "docs" / "pictures" / "make.py"
-    )
+    file = ROOT / "docs" / "pictures" / "make.py"
+    spec = importlib.util.spec_from_file_location("pictures_make", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -35,26 +34,16 @@ def make() -> ModuleType:
 )
 def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     """mkdocs builds the site without a warning."""
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "--site-dir",
-        str(tmp_path / "site"),
-    ]
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
+    command = [str(word) for word in words]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     docs, site = ROOT / "docs", tmp_path / "site"
     pages = {p.relative_to(docs).with_suffix("") for p in docs.rglob("*.md")}
     assert pages <= {p.relative_to(site).with_suffix("") for p in site.rglob("*.html")}
-    fonts = [
-        p.name
-        for p in site.rglob("*.html")
-        if "fonts.googleapis.com" in p.read_text(encoding="utf-8")
-    ]
+    texts = {p.name: p.read_text(encoding="utf-8") for p in site.rglob("*.html")}
+    fonts = [name for name, text in texts.items() if "fonts.googleapis.com" in text]
     assert not fonts, f"pages that load fonts from elsewhere: {fonts}"
 
 

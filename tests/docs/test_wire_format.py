@@ -33,10 +33,7 @@ def tables(first: str) -> list[list[list[str]]]:
 
 
 LAYOUTS = dict(zip(("header", "frame"), tables("offset"), strict=True))
-STRUCTS = {
-    "header": header.HEADER,
-    "frame": pieces.FRAME,
-}
+STRUCTS = {"header": header.HEADER, "frame": pieces.FRAME}
 
 
 @pytest.mark.parametrize("name", STRUCTS)
@@ -61,24 +58,18 @@ def test_wire_format_page_parts_of_one_number() -> None:
     body = torch.zeros(259, dtype=torch.uint8)
     message = seal(header.Header(7, 3, flags=header.STOP, norm=200, rate=513), body)
     assert message[24:32].tolist() == [3, 1, 0, 0, 0, 0, 1, 2]
-    assert (
-        message[5].item() == header.PAYLOAD
-        and message[6].item() == header.STOP
-        and message[7].item() == 200
-    )
+    assert message[5].item() == header.PAYLOAD and message[6].item() == header.STOP
+    assert message[7].item() == 200
 
 
 def test_wire_format_page_has_versions_kinds_and_flags() -> None:
     """The page has the versions, kinds, flags and statuses of the code."""
     versions = {row[1].strip("`"): int(row[2]) for row in tables("what")[0]}
-    assert (
-        versions[header.MAGIC.decode()] == header.VERSION
-        and versions[pieces.MAGIC.decode()] == pieces.VERSION
-    )
+    assert versions[header.MAGIC.decode()] == header.VERSION
+    assert versions[pieces.MAGIC.decode()] == pieces.VERSION
     (messages,) = ({row[1].strip("`"): int(row[0]) for row in t} for t in tables("kind"))
-    assert len(messages) == len(header.KINDS) and all(
-        getattr(header, name) == n for name, n in messages.items()
-    )
+    assert len(messages) == len(header.KINDS)
+    assert all(getattr(header, name) == n for name, n in messages.items())
     assert all(getattr(header, row[1].strip("`")) == int(row[0]) for row in tables("flag")[0])
 
 

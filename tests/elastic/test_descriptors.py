@@ -17,6 +17,8 @@ from fsdp_demo.net.tcp import raise_to  # noqa: E402
 from fsdp_demo.peers.poller import Poller  # noqa: E402
 from fsdp_demo.peers.zeromq import Meeting  # noqa: E402
 
+from ..support.inside import in_ranks
+
 CLOSED = "nobody is asked"
 
 
@@ -41,38 +43,32 @@ def start(enter: Any, slots: int) -> Exception:
 
 
 @pytest.mark.parametrize("enter", [starting_peers, newcomer_peers])
-def test_open_files_soft_limit_raised_hard_limit_named(run_ranks, enter) -> None:
+@in_ranks(1, 1)
+def test_open_files_soft_limit_raised_hard_limit_named(enter) -> None:
     """A start raises the soft limit of open files, and names a hard limit that is too low."""
-
-    def run(me: Any) -> None:
-        before = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
-        assert CLOSED in str(start(enter, 2))
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= descriptors.needed(2)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512))
-        assert CLOSED in str(start(enter, 2))  # it suffices, with less to spare
-        said = str(start(enter, 32))
-        assert "the limit of open files is 512, and 32 islands need up to" in said
-        assert "raise the hard limit to 1024" in said and said.endswith("#open-files)")
-
-    run_ranks(run, 1, 1)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    assert CLOSED in str(start(enter, 2))
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= descriptors.needed(2)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512))
+    assert CLOSED in str(start(enter, 2))  # it suffices, with less to spare
+    said = str(start(enter, 32))
+    assert "the limit of open files is 512, and 32 islands need up to" in said
+    assert "raise the hard limit to 1024" in said and said.endswith("#open-files)")
 
 
-def test_open_files_more_sockets_than_libzmq_allows(run_ranks) -> None:
+@in_ranks(1, 1)
+def test_open_files_more_sockets_than_libzmq_allows() -> None:
     """A poller has more connections than libzmq allows by itself: it allows 1,023 sockets, and
     takes three for each.
     """
-
-    def run(me: Any) -> None:
-        if raise_to(2048) < 2048:
-            return  # this machine does not let us try
-        poller = Poller()
-        try:
-            assert len(poller.run(lambda: [poller.add(True) for _ in range(360)])) == 360
-        finally:
-            poller.close(0)
-
-    run_ranks(run, 1, 1)
+    if raise_to(2048) < 2048:
+        return  # this machine does not let us try
+    poller = Poller()
+    try:
+        assert len(poller.run(lambda: [poller.add(True) for _ in range(360)])) == 360
+    finally:
+        poller.close(0)
 
 
 def test_newcomer_of_many_has_fewer_connections() -> None:

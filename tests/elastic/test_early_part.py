@@ -7,7 +7,6 @@ sums are exact.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +21,8 @@ from fsdp_demo.peers.collectives import ReceivedMessage
 from fsdp_demo.peers.header import PAYLOAD, QUESTION
 
 from ..support.elastic import Islands, agree, body, vectors, weight
+from ..support.heard import heard
+from ..support.inside import in_a_process
 from ..support.threaded import alone
 
 AT = 3
@@ -89,203 +90,168 @@ def leaves(
 
 @pytest.mark.parametrize("gathered", [True, False])
 @pytest.mark.parametrize("islands", [2, 3, 4])
-def test_early_part_of_a_leaver_counts(run_ranks, islands: int, gathered: bool) -> None:
+@in_a_process
+def test_early_part_of_a_leaver_counts(islands: int, gathered: bool) -> None:
     """The part that a leaver sends early counts in the message of all others."""
-
-    def run() -> None:
-        of = Islands(islands)
-        of.run(leaves(gathered))
-        assert of.results[1, 0] is True
-        everyone, left = tuple(range(islands)), tuple(s for s in range(islands) if s != 1)
-        assert agree(of.survivors(1)) == [everyone] * (AT + 1) + [left] * (5 - AT)
-
-    alone(run_ranks, run)
+    of = Islands(islands)
+    of.run(leaves(gathered))
+    assert of.results[1, 0] is True
+    everyone, left = tuple(range(islands)), tuple(s for s in range(islands) if s != 1)
+    assert agree(of.survivors(1)) == [everyone] * (AT + 1) + [left] * (5 - AT)
 
 
-def test_early_part_long_goes_to_one_which_forwards_it(run_ranks) -> None:
+@in_a_process
+def test_early_part_long_goes_to_one_which_forwards_it() -> None:
     """A long early part goes to one island, which forwards it."""
-
-    def run() -> None:
-        message_io.SHORT = 100
-        of = Islands(4, ranks=2)
-        of.run(leaves(False, together=threading.Barrier(2)))
-        assert of.results[1, 0] is of.results[1, 1] is True
-        found = of.survivors(1)
-        assert (
-            agree(found[0::2]) == agree(found[1::2]) == [(0, 1, 2, 3)] * (AT + 1) + [(0, 2, 3)] * 2
-        )
-
-    alone(run_ranks, run)
+    message_io.SHORT = 100
+    of = Islands(4, ranks=2)
+    of.run(leaves(False, together=threading.Barrier(2)))
+    assert of.results[1, 0] is of.results[1, 1] is True
+    found = of.survivors(1)
+    assert agree(found[0::2]) == agree(found[1::2]) == [(0, 1, 2, 3)] * (AT + 1) + [(0, 2, 3)] * 2
 
 
 @pytest.mark.parametrize("gathered", [True, False])
-def test_early_part_held_in_one_peer_group_does_not_count(run_ranks, gathered: bool) -> None:
+@in_a_process
+def test_early_part_held_in_one_peer_group_does_not_count(gathered: bool) -> None:
     """An early part that the others hold in one of two peer groups does not count."""
+    of = Islands(3, ranks=2)
 
-    def run() -> None:
-        of = Islands(3, ranks=2)
+    def deaf(line: Any) -> None:
+        if line._driver.machine.rank == 1:
+            line._driver.early_pieces.offer = lambda: None
 
-        def deaf(line: Any) -> None:
-            if line._driver.machine.rank == 1:
-                line._driver.early_pieces.offer = lambda: None
-
-        of.run(leaves(gathered, deaf, 1.0))
-        assert of.results[1, 0] is True and of.results[1, 1] is False
-        found = of.survivors(1)
-        assert agree(found[0::2]) == agree(found[1::2]) == [(0, 1, 2)] * AT + [(0, 2)] * 3
-
-    alone(run_ranks, run)
+    of.run(leaves(gathered, deaf, 1.0))
+    assert of.results[1, 0] is True and of.results[1, 1] is False
+    found = of.survivors(1)
+    assert agree(found[0::2]) == agree(found[1::2]) == [(0, 1, 2)] * AT + [(0, 2)] * 3
 
 
 @pytest.mark.parametrize("gathered", [True, False])
-def test_early_part_while_the_others_wait(run_ranks, gathered: bool) -> None:
+@in_a_process
+def test_early_part_while_the_others_wait(gathered: bool) -> None:
     """An early part counts if the others wait in that message already."""
+    of = Islands(3)
 
-    def run() -> None:
-        of = Islands(3)
+    def late(line: Any) -> None:
+        while any(of.lines[s, 0]._driver.machine.next <= AT for s in (0, 2)):
+            time.sleep(0.01)
 
-        def late(line: Any) -> None:
-            while any(of.lines[s, 0]._driver.machine.next <= AT for s in (0, 2)):
-                time.sleep(0.01)
-
-        of.run(leaves(gathered, late))
-        assert agree(of.survivors(1)) == [(0, 1, 2)] * (AT + 1) + [(0, 2)] * 2
-
-    alone(run_ranks, run)
+    of.run(leaves(gathered, late))
+    assert agree(of.survivors(1)) == [(0, 1, 2)] * (AT + 1) + [(0, 2)] * 2
 
 
 @pytest.mark.parametrize("gathered", [True, False])
-def test_early_part_behind_a_question_does_not_count(run_ranks, gathered: bool) -> None:
+@in_a_process
+def test_early_part_behind_a_question_does_not_count(gathered: bool) -> None:
     """An early part that was meant for another message than the one that comes under its number is
     left out by all.
     """
+    of = Islands(3)
 
-    def run() -> None:
-        of = Islands(3)
+    def fn(line: Any) -> Any:
+        line.work_with(1 << 20)
+        out = [check(line, n, message(line, n, gathered), gathered) for n in range(2)]
+        if line.slot == 1:
+            line.send_early(*sent(line, 2, gathered), 5.0)
+            line.leave()
+            return None
+        came = line.gather_any(line.header(QUESTION, 2), body(line.slot, 2, 5 + line.slot), 100)
+        out.append((line.slots, came))
+        return out + [check(line, n, message(line, n, gathered), gathered) for n in range(2, 4)]
 
-        def fn(line: Any) -> Any:
-            line.work_with(1 << 20)
-            out = [check(line, n, message(line, n, gathered), gathered) for n in range(2)]
-            if line.slot == 1:
-                line.send_early(*sent(line, 2, gathered), 5.0)
-                line.leave()
-                return None
-            came = line.gather_any(line.header(QUESTION, 2), body(line.slot, 2, 5 + line.slot), 100)
-            out.append((line.slots, came))
-            return out + [check(line, n, message(line, n, gathered), gathered) for n in range(2, 4)]
-
-        of.run(fn)
-        assert agree(of.survivors(1)) == [(0, 1, 2)] * 2 + [(0, 2)] * 3
-
-    alone(run_ranks, run)
+    of.run(fn)
+    assert agree(of.survivors(1)) == [(0, 1, 2)] * 2 + [(0, 2)] * 3
 
 
 @pytest.mark.parametrize("gathered", [True, False])
-def test_early_part_stays_when_another_is_lost(run_ranks, gathered: bool) -> None:
+@in_a_process
+def test_early_part_stays_when_another_is_lost(gathered: bool) -> None:
     """Another island is lost before the early part was counted: the settlement is settled again,
     and what is held stays in it.
     """
+    of = Islands(4)
 
-    def run() -> None:
-        of = Islands(4)
+    def fn(line: Any) -> Any:
+        line.work_with(1 << 20)
+        out = [check(line, n, message(line, n, gathered), gathered) for n in range(AT)]
+        if line.slot == 1:
+            assert line.send_early(*sent(line, AT, gathered), 5.0)
+            line.leave()
+            return None
+        while 1 in line.alive:
+            time.sleep(0.01)
+        if line.slot == 2:
+            line.leave()
+            return None
+        while 2 in line.alive:
+            time.sleep(0.01)
+        return out + [check(line, n, message(line, n, gathered), gathered) for n in range(AT, 5)]
 
-        def fn(line: Any) -> Any:
-            line.work_with(1 << 20)
-            out = [check(line, n, message(line, n, gathered), gathered) for n in range(AT)]
-            if line.slot == 1:
-                assert line.send_early(*sent(line, AT, gathered), 5.0)
-                line.leave()
-                return None
-            while 1 in line.alive:
-                time.sleep(0.01)
-            if line.slot == 2:
-                line.leave()
-                return None
-            while 2 in line.alive:
-                time.sleep(0.01)
-            return out + [
-                check(line, n, message(line, n, gathered), gathered) for n in range(AT, 5)
-            ]
-
-        of.run(fn)
-        assert agree(of.survivors(1, 2)) == [(0, 1, 2, 3)] * AT + [(0, 1, 3), (0, 3)]
-
-    alone(run_ranks, run)
+    of.run(fn)
+    assert agree(of.survivors(1, 2)) == [(0, 1, 2, 3)] * AT + [(0, 1, 3), (0, 3)]
 
 
-def test_early_part_of_two_leavers_counts(run_ranks) -> None:
+@in_a_process
+def test_early_part_of_two_leavers_counts() -> None:
     """Two islands leave one after the other, and the early parts of both count."""
+    of = Islands(4)
 
-    def run() -> None:
-        of = Islands(4)
-
-        def fn(line: Any) -> Any:
-            line.work_with(1 << 20)
-            out = [check(line, n, message(line, n, False), False) for n in range(AT)]
-            if line.slot in (1, 2):
-                while line.slot == 2 and 1 in line.alive:
-                    time.sleep(0.01)
-                assert line.send_early(*sent(line, AT, False), 5.0)
-                line.leave()
-                return None
-            while 2 in line.alive:
+    def fn(line: Any) -> Any:
+        line.work_with(1 << 20)
+        out = [check(line, n, message(line, n, False), False) for n in range(AT)]
+        if line.slot in (1, 2):
+            while line.slot == 2 and 1 in line.alive:
                 time.sleep(0.01)
-            return out + [check(line, n, message(line, n, False), False) for n in range(AT, 5)]
+            assert line.send_early(*sent(line, AT, False), 5.0)
+            line.leave()
+            return None
+        while 2 in line.alive:
+            time.sleep(0.01)
+        return out + [check(line, n, message(line, n, False), False) for n in range(AT, 5)]
 
-        of.run(fn)
-        assert agree(of.survivors(1, 2)) == [(0, 1, 2, 3)] * (AT + 1) + [(0, 3)]
-
-    alone(run_ranks, run)
+    of.run(fn)
+    assert agree(of.survivors(1, 2)) == [(0, 1, 2, 3)] * (AT + 1) + [(0, 3)]
 
 
-def test_early_part_alone_waits_for_nobody(run_ranks) -> None:
+@in_a_process
+def test_early_part_alone_waits_for_nobody() -> None:
     """An island that is alone sends nothing early and waits for nobody."""
+    of = Islands(2)
 
-    def run() -> None:
-        of = Islands(2)
+    def fn(line: Any) -> Any:
+        line.work_with(1 << 20)
+        message(line, 0, True)
+        if line.slot == 0:
+            line.leave()
+            return None
+        while 0 in line.alive:  # before that there is somebody to send to
+            time.sleep(0.01)
+        return line.send_early(*sent(line, 1, True), 1000.0)
 
-        def fn(line: Any) -> Any:
-            line.work_with(1 << 20)
-            message(line, 0, True)
-            if line.slot == 0:
-                line.leave()
-                return None
-            while 0 in line.alive:  # before that there is somebody to send to
-                time.sleep(0.01)
-            return line.send_early(*sent(line, 1, True), 1000.0)
-
-        of.run(fn)
-        assert of.results[1, 0] is False
-
-    alone(run_ranks, run)
+    of.run(fn)
+    assert of.results[1, 0] is False
 
 
-def test_early_part_beyond_its_size_is_refused(run_ranks) -> None:
+@in_a_process
+def test_early_part_beyond_its_size_is_refused() -> None:
     """An early part larger than `longest_early` says gets no room."""
+    of = Islands(3)
 
-    def run() -> None:
-        of = Islands(3)
+    def fn(line: Any) -> Any:
+        line.work_with(1000)
+        message(line, 0, True)
+        if line.slot == 1:
+            return line.send_early(*sent(line, 1, False), 1.0)
+        return [check(line, 1, message(line, 1, False), False)]
 
-        def fn(line: Any) -> Any:
-            line.work_with(1000)
-            message(line, 0, True)
-            if line.slot == 1:
-                return line.send_early(*sent(line, 1, False), 1.0)
-            return [check(line, 1, message(line, 1, False), False)]
-
-        of.run(fn)
-        assert agree(of.survivors(1)) == [(0, 2)]
-
-    alone(run_ranks, run)
+    of.run(fn)
+    assert agree(of.survivors(1)) == [(0, 2)]
 
 
 def log_of_two(fn: Callable[[Any, Islands, list[str]], None]) -> list[str]:
     """What is logged while each of two islands runs `fn(line, islands, log so far)`."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fsdp_demo").addHandler(handler)
-    of = Islands(2)
+    said, of = heard(), Islands(2)
     of.run(lambda line: fn(line, of, said))
     return said
 

@@ -14,7 +14,7 @@ from fsdp_demo.membership.protocol_types import Member
 from fsdp_demo.peers.header import PAYLOAD, QUESTION, SETUP
 
 from ..support.elastic import Islands
-from ..support.threaded import alone
+from ..support.inside import in_a_process
 
 NEW = Member(1, 1)
 
@@ -29,19 +29,11 @@ def signs_of(member: Member) -> FailureDetector:
     """What a rank hears of `member`, after 50 quick messages."""
 
     def wire() -> Any:
-        return Quiet(
-            gone="", heard_at=time.monotonic(), doubted=0.0, stood=0.0, close=lambda linger: None
-        )
+        heard = {"heard_at": time.monotonic(), "doubted": 0.0, "stood": 0.0}
+        return Quiet(gone="", close=lambda linger: None, **heard)
 
-    signs = FailureDetector(
-        None,  # type: ignore[arg-type]
-        {},
-        {},
-        {},
-        10.0,
-        600.0,
-        lambda rounds: patience(rounds, 600.0, 60.0),
-    )
+    bears = lambda rounds: patience(rounds, 600.0, 60.0)  # noqa: E731
+    signs = FailureDetector(None, {}, {}, {}, 10.0, 600.0, bears)  # type: ignore[arg-type]
     signs.rounds.extend([0.3] * 50)
     signs.admit(member, wire(), [wire()], time.monotonic())
     return signs
@@ -82,21 +74,19 @@ def test_failure_detector_undecryptable_then_silent_is_lost() -> None:
     assert signs.lost(now + 23.0) == {}
 
 
-def test_failure_detector_ignores_messages_of_the_start(run_ranks) -> None:
+@in_a_process
+def test_failure_detector_ignores_messages_of_the_start() -> None:
     """Messages of the start do not count for the patience with slow islands: they are quick; a
     first round of 500 steps, or a step that compiles, is not.
     """
 
-    def run() -> None:
-        def ask(line: Any) -> list[float]:
-            byte, found = torch.zeros(1, dtype=torch.uint8), []
-            detector = line._driver.detector
-            for kind in (SETUP, SETUP, SETUP, QUESTION, PAYLOAD, PAYLOAD, PAYLOAD):
-                line.all_gather(byte, kind, step=1)
-                found.append(detector._patience(detector.rounds))
-            return found
+    def ask(line: Any) -> list[float]:
+        byte, found = torch.zeros(1, dtype=torch.uint8), []
+        detector = line._driver.detector
+        for kind in (SETUP, SETUP, SETUP, QUESTION, PAYLOAD, PAYLOAD, PAYLOAD):
+            line.all_gather(byte, kind, step=1)
+            found.append(detector._patience(detector.rounds))
+        return found
 
-        for found in Islands(2, timeout=90.0).run(ask).values():
-            assert found == [90.0] * 6 + [60.0]
-
-    alone(run_ranks, run)
+    for found in Islands(2, timeout=90.0).run(ask).values():
+        assert found == [90.0] * 6 + [60.0]

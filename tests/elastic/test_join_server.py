@@ -5,7 +5,6 @@ newcomer asks again.
 from __future__ import annotations
 
 import errno
-import logging
 import socket
 import threading
 import time
@@ -17,8 +16,7 @@ import pytest
 import zmq
 
 from fsdp_demo import PeerLost
-from fsdp_demo.elastic import agreement, connect, join_server
-from fsdp_demo.elastic.connect import PeerPosition
+from fsdp_demo.elastic import agreement, join_server
 from fsdp_demo.elastic.join_server import JoinServer
 from fsdp_demo.elastic.peer_group import PeerGroup
 from fsdp_demo.membership.protocol_types import Member
@@ -26,9 +24,11 @@ from fsdp_demo.net import address
 from fsdp_demo.peers.header import QUESTION
 from fsdp_demo.peers.join_messages import LetIn, RankStatus, Refusal, Request, ask_join_server
 from fsdp_demo.peers.poller import Poller
-from fsdp_demo.peers.zeromq import Meeting, resolved
+from fsdp_demo.peers.zeromq import resolved
 
 from ..support.elastic import Islands
+from ..support.heard import heard
+from ..support.inside import in_a_process
 
 WAIT, TIMES = 15.0, 3
 
@@ -37,31 +37,14 @@ def in_network_thread() -> bool:
     return threading.current_thread().name == "network"
 
 
-def comes(run: Islands, slot: int) -> PeerGroup:
-    """A newcomer that has reached all members."""
-    names = {**run.names, slot: f"island{slot}"}
-    where = (slot, len(names), tuple(names.values()), "localhost", WAIT, run.token)
-    return connect.newcomer_peers(
-        Meeting(run.store, "line", *where),
-        PeerPosition(slot, 0, 1, names),
-        0,
-        lambda: run.store.under("line"),
-        None,
-        connect.Limits(run.dead),
-    )
-
-
 def trains_on(fault: Callable[[pytest.MonkeyPatch], None]) -> list[str]:
     """Three members train while a newcomer asks them and `fault` has come; their warnings."""
     run, end, here = Islands(3, dead=1.5, address="localhost"), threading.Event(), []
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fsdp_demo").addHandler(handler)
+    lines = heard()
 
     def joins() -> None:
         try:
-            here.append(comes(run, 3))
+            here.append(run.newcomer(3, WAIT))
         finally:
             end.set()
 
@@ -79,7 +62,6 @@ def trains_on(fault: Callable[[pytest.MonkeyPatch], None]) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         run.run(trains, 2 * WAIT)
-    logging.getLogger("fsdp_demo").removeHandler(handler)
     for line in here:
         line.following.close()
     assert run.survivors() == [(0, 1, 2)] * 3 and run.expelled == [] and len(here) == 1
@@ -87,7 +69,8 @@ def trains_on(fault: Callable[[pytest.MonkeyPatch], None]) -> list[str]:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 3.0])
-def test_join_server_asks_no_resolver(run_ranks: Callable[..., Any], seconds: float) -> None:
+@in_a_process
+def test_join_server_asks_no_resolver(seconds: float) -> None:
     """Members that have a host name let a newcomer in while the resolver fails, or takes longer
     than ISLAND_DEAD: they asked it once, when they came.
     """
@@ -103,18 +86,15 @@ def test_join_server_asks_no_resolver(run_ranks: Callable[..., Any], seconds: fl
 
         patch.setattr(socket, "getaddrinfo", asked)
 
-    def run() -> bool:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(address, "STRETCH", 2)
-            lines = trains_on(fault)
-        assert not [line for line in lines if "lost" in line or "silent" in line], lines
-        return True
-
-    assert run_ranks(run, 1, 1) == [True]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(address, "STRETCH", 2)
+        lines = trains_on(fault)
+    assert not [line for line in lines if "lost" in line or "silent" in line], lines
 
 
 @pytest.mark.parametrize("lacks", ["port", "descriptor"])
-def test_join_server_without_room_lets_in_later(run_ranks: Callable[..., Any], lacks: str) -> None:
+@in_a_process
+def test_join_server_without_room_lets_in_later(lacks: str) -> None:
     """A member that has no port or no descriptor left says so and trains on, and the newcomer is
     let in once it has one; what was opened for it before is closed.
     """
@@ -135,12 +115,8 @@ def test_join_server_without_room_lets_in_later(run_ranks: Callable[..., Any], l
             full = zmq.ZMQError(errno.EMFILE)
             patch.setattr(Poller, "add", lambda *args: failing(add, full, *args))
 
-    def run() -> bool:
-        lines = trains_on(fault)
-        assert [line for line in lines if "lets nobody in for now" in line], lines
-        return True
-
-    assert run_ranks(run, 1, 1) == [True]
+    lines = trains_on(fault)
+    assert [line for line in lines if "lets nobody in for now" in line], lines
 
 
 def test_join_server_closes_what_a_refused_newcomer_got(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,22 +146,16 @@ def test_join_server_closes_what_a_refused_newcomer_got(monkeypatch: pytest.Monk
 ANSWERS = [
     (LetIn([1, 2, 3, 4]), '{"type":"let in","ports":[1,2,3,4]}'),
     (Refusal("busy"), '{"type":"refused","why":"busy","final":false}'),
-    (
-        RankStatus(5, 4, "running", {"1": 0.5}, ""),
+    (RankStatus(5, 4, "running", {"1": 0.5}, ""),
         '{"type":"status","launched":5,"delivered":4,"state":"running","heard":{"1":0.5},'
-        '"joining":""}',
-    ),
-]
+        '"joining":""}'),
+]  # fmt: skip
 """An answer of each kind, and its bytes: a change here is a new wire version."""
 
 NO_ANSWERS = [
     *("", "{", "[" * 60_000, "[]", "7", "{}", '{"type":"other"}', '{"type":"refused","why":7}'),
-    *(
-        '{"type":"let in"}',
-        '{"type":"let in","ports":[1,2,3]}',
-        '{"type":"let in","ports":[0,1,2,3]}',
-    ),
-    *('{"type":"let in","ports":[1,2,3,65536]}', '{"type":"refused","why":"\\ud800"}'),
+    *('{"type":"let in"}', '{"type":"refused","why":"\\ud800"}'),
+    *(f'{{"type":"let in","ports":[{n}]}}' for n in ("1,2,3", "0,1,2,3", "1,2,3,65536")),
     f'{{"type":"let in","ports":{[*range(1, 2000)]}}}',
 ]
 

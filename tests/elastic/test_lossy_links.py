@@ -22,8 +22,8 @@ from fsdp_demo.errors import StoreSilent
 from fsdp_demo.store.client import WorldStore
 
 from ..support.elastic import Islands, agree, exchanged
+from ..support.inside import in_a_process
 from ..support.relay import Relay
-from ..support.threaded import alone
 
 
 class Network(WorldStore):
@@ -145,126 +145,101 @@ COUNTS = {"two of four are cut": 4, "one of two is cut": 2}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_lossy_link_who_goes_on(run_ranks, fault: str) -> None:
+@in_a_process
+def test_lossy_link_who_goes_on(fault: str) -> None:
     """After each fault of the links exactly one side goes on, and the others are expelled."""
     happens, expected = FAULTS[fault]
-
-    def run() -> None:
-        here, on, found = through(COUNTS.get(fault, 3), happens)
-        slots = agree(found)
-        assert slots[-1] == tuple(on), "those that go on are those that count"
-        assert on == expected if expected is not None else len(on) == 1
-        assert sorted(slot for slot, _ in here.expelled) == [
-            s for s in range(here.count) if s not in on
-        ]
-
-    alone(run_ranks, run)
+    here, on, found = through(COUNTS.get(fault, 3), happens)
+    slots = agree(found)
+    assert slots[-1] == tuple(on), "those that go on are those that count"
+    assert on == expected if expected is not None else len(on) == 1
+    assert sorted(slot for slot, _ in here.expelled) == [
+        s for s in range(here.count) if s not in on
+    ]
 
 
-def test_lossy_link_changed_bytes_are_never_taken(run_ranks) -> None:
+@pytest.mark.parametrize(("sender", "receiver"), [(2, 1), (0, 1), (1, 0)])
+@in_a_process
+def test_lossy_link_changed_bytes_are_never_taken(sender: int, receiver: int) -> None:
     """Bytes that are changed on the way are never taken (here the last byte of a long run of them):
     whoever receives them takes the sender for lost; `exchanged` compares all that is taken.
     """
+    damaged: list[int] = []
 
-    def run() -> None:
-        for sender, receiver in ((2, 1), (0, 1), (1, 0)):
-            damaged: list[int] = []
+    def bend(data: bytes, forth: bool) -> bytes:
+        if forth != (sender > receiver) or len(data) < 2000 or damaged:
+            return data
+        damaged.append(len(data))
+        return data[:-1] + bytes([data[-1] ^ 1])
 
-            def bend(
-                data: bytes,
-                forth: bool,
-                sender: int = sender,
-                receiver: int = receiver,
-                damaged: list[int] = damaged,
-            ) -> bytes:
-                if forth != (sender > receiver) or len(data) < 2000 or damaged:
-                    return data
-                damaged.append(len(data))
-                return data[:-1] + bytes([data[-1] ^ 1])
+    def fault(net: Network) -> None:
+        for relay in net.relays[min(sender, receiver), max(sender, receiver)]:
+            relay.change = bend
 
-            def fault(
-                net: Network, sender: int = sender, receiver: int = receiver, bend: Any = bend
-            ) -> None:
-                for relay in net.relays[min(sender, receiver), max(sender, receiver)]:
-                    relay.change = bend
-
-            here, on, found = through(3, fault)
-            assert damaged and len(on) == 2 and agree(found)[-1] == tuple(on)
-            assert not {sender, receiver} <= set(on) and len(here.expelled) == 1
-
-    alone(run_ranks, run)
+    here, on, found = through(3, fault)
+    assert damaged and len(on) == 2 and agree(found)[-1] == tuple(on)
+    assert not {sender, receiver} <= set(on) and len(here.expelled) == 1
 
 
-def test_lossy_link_slow_loses_nobody(run_ranks) -> None:
+@in_a_process
+def test_lossy_link_slow_loses_nobody() -> None:
     """A slow link loses nobody."""
 
-    def run() -> None:
-        def fault(net: Network) -> None:
-            for relay in net.between(1):
-                relay.wait = 0.05
+    def fault(net: Network) -> None:
+        for relay in net.between(1):
+            relay.wait = 0.05
 
-        here, on, found = through(3, fault)
-        assert agree(found) == [(0, 1, 2)] * 9 and on == [0, 1, 2] and here.expelled == []
-
-    alone(run_ranks, run)
+    here, on, found = through(3, fault)
+    assert agree(found) == [(0, 1, 2)] * 9 and on == [0, 1, 2] and here.expelled == []
 
 
-def test_lossy_link_silent_from_the_start_ends_the_meeting(run_ranks) -> None:
+@in_a_process
+def test_lossy_link_silent_from_the_start_ends_the_meeting() -> None:
     """Connections that are accepted and silent end the meeting. Nobody has trained yet: all end,
     and say whom they could not reach.
     """
-
-    def run() -> None:
-        network = Network(lambda relay: relay.hold())
-        here = Islands(3, timeout=2.0, store=network)
-        results = here.run(lambda line: None)
-        network.close()
-        assert all(isinstance(error, PeerLost) for error in results.values()), results
-        assert all(
-            "could not be connected within 2 s" in str(error) for error in results.values()
-        ), results
-
-    alone(run_ranks, run)
+    network = Network(lambda relay: relay.hold())
+    here = Islands(3, timeout=2.0, store=network)
+    results = here.run(lambda line: None)
+    network.close()
+    assert all(isinstance(error, PeerLost) for error in results.values()), results
+    assert all("could not be connected within 2 s" in str(error) for error in results.values()), (
+        results
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_membership_change_waits_for_a_silent_store(run_ranks, ranks: int) -> None:
+@in_a_process
+def test_membership_change_waits_for_a_silent_store(ranks: int) -> None:
     """A change of members waits while the store is silent."""
+    epochs, made = list[int](), list[Islands]()
 
-    def run() -> list[int]:
-        epochs, made = list[int](), list[Islands]()
+    def fault(net: Network) -> None:
+        net.silent.set()
+        cut(net, 2)
+        threading.Thread(target=later, args=(net,)).start()
 
-        def fault(net: Network) -> None:
-            net.silent.set()
-            cut(net, 2)
-            threading.Thread(target=later, args=(net,)).start()
+    def later(net: Network) -> None:
+        time.sleep(1.0)
+        epochs.extend(line._driver.machine.record.epoch for line in made[0].lines.values())
+        net.silent.clear()
 
-        def later(net: Network) -> None:
-            time.sleep(1.0)
-            epochs.extend(line._driver.machine.record.epoch for line in made[0].lines.values())
-            net.silent.clear()
-
-        here, on, found = through(3, fault, ranks=ranks, dead=4.0, made=made)
-        assert on == [0, 1] and agree(found[0::ranks])[-1] == (0, 1)
-        assert agree(found[0::ranks]) == agree(found[ranks - 1 :: ranks])
-        assert len(here.expelled) == ranks
-        return epochs
-
-    assert alone(run_ranks, run) == [0] * 3 * ranks
+    here, on, found = through(3, fault, ranks=ranks, dead=4.0, made=made)
+    assert on == [0, 1] and agree(found[0::ranks])[-1] == (0, 1)
+    assert agree(found[0::ranks]) == agree(found[ranks - 1 :: ranks])
+    assert len(here.expelled) == ranks
+    assert epochs == [0] * 3 * ranks
 
 
-def test_membership_change_ignores_an_unreadable_report(run_ranks) -> None:
+@in_a_process
+def test_membership_change_ignores_an_unreadable_report() -> None:
     """A report that cannot be read counts as one that does not come."""
+    plain = store_session.to_json
 
-    def run() -> None:
-        plain = store_session.to_json
+    def torn(report: Any) -> str:
+        return plain(report)[:-5] if report.member.slot == 2 else plain(report)
 
-        def torn(report: Any) -> str:
-            return plain(report)[:-5] if report.member.slot == 2 else plain(report)
-
-        store_session.to_json = torn
-        here, on, found = through(4, lambda net: cut(net, 3))
-        assert on == [0, 1] and agree(found)[-1] == (0, 1)
-        assert sorted(here.expelled) == [(2, 0), (3, 0)]
-
-    alone(run_ranks, run)
+    store_session.to_json = torn
+    here, on, found = through(4, lambda net: cut(net, 3))
+    assert on == [0, 1] and agree(found)[-1] == (0, 1)
+    assert sorted(here.expelled) == [(2, 0), (3, 0)]

@@ -19,6 +19,7 @@ from fsdp_demo.elastic.peer_group import PeerGroup
 
 from ..support.cases import named
 from ..support.elastic import Islands, agree, descriptors, exchanged, talk
+from ..support.inside import in_a_process
 from ..support.threaded import alone
 
 ALL = (0, 1, 2)
@@ -49,49 +50,43 @@ def killed_at(
     return found
 
 
-def test_lost_island_one_of_all_that_must_stay(run_ranks) -> None:
+@in_a_process
+def test_lost_island_one_of_all_that_must_stay() -> None:
     """Where all must stay, the loss of an island ends every rank of the others at once, with the
     reason, also where one rank alone has lost it. No record is written.
     """
+    here = Islands(2, 2, dead=30.0, least=2)
 
-    def run() -> None:
-        here = Islands(2, 2, dead=30.0, least=2)
+    def fn(line: PeerGroup) -> None:
+        exchanged(line, 0)
+        driver = line._driver
+        assert driver is not None
+        rank = driver.machine.rank
+        if line.slot == 1:
+            if rank == 0:
+                here.kill(1, 0)
+            over.wait(20.0)
+            return
+        with pytest.raises(PeerLost, match="2 must go on together, and 1 of them can") as lost:
+            exchanged(line, 1)
+        why[rank] = str(lost.value)
+        if len(why) == 2:
+            over.set()
 
-        def fn(line: PeerGroup) -> None:
-            exchanged(line, 0)
-            driver = line._driver
-            assert driver is not None
-            rank = driver.machine.rank
-            if line.slot == 1:
-                if rank == 0:
-                    here.kill(1, 0)
-                over.wait(20.0)
-                return
-            with pytest.raises(PeerLost, match="2 must go on together, and 1 of them can") as lost:
-                exchanged(line, 1)
-            why[rank] = str(lost.value)
-            if len(why) == 2:
-                over.set()
-
-        why, over = dict[int, str](), threading.Event()
-        here.run(fn)
-        assert "island 1 (island1) is lost" in why[0] and "#island-lost" in why[0]
-        assert "another rank of this island does not hear it" in why[1]
-        assert not here.store.under("line").get("record/1") and here.expelled == []
-
-    alone(run_ranks, run)
+    why, over = dict[int, str](), threading.Event()
+    here.run(fn)
+    assert "island 1 (island1) is lost" in why[0] and "#island-lost" in why[0]
+    assert "another rank of this island does not hear it" in why[1]
+    assert not here.store.under("line").get("record/1") and here.expelled == []
 
 
-def test_lost_island_none_all_messages_are_of_all(run_ranks) -> None:
+@in_a_process
+def test_lost_island_none_all_messages_are_of_all() -> None:
     """Without a fault all messages are of all islands."""
-
-    def run() -> None:
-        for islands, ranks, token in ((3, 1, ""), (2, 2, "a secret of these tests")):
-            all_of = Islands(islands, ranks, token=token)
-            all_of.run(talk(8))
-            assert agree(all_of.survivors()) == [tuple(range(islands))] * 8
-
-    alone(run_ranks, run)
+    for islands, ranks, token in ((3, 1, ""), (2, 2, "a secret of these tests")):
+        all_of = Islands(islands, ranks, token=token)
+        all_of.run(talk(8))
+        assert agree(all_of.survivors()) == [tuple(range(islands))] * 8
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -109,162 +104,136 @@ def test_lost_island_killed_at_each_piece(run_ranks, victim: int, frames: range)
 
 
 @pytest.mark.parametrize("frames", [range(5, 36, 15), range(2, 36, 3)], ids=["some", "each"])
-def test_lost_island_killed_within_a_long_message(run_ranks, frames: range) -> None:
+@in_a_process
+def test_lost_island_killed_within_a_long_message(frames: range) -> None:
     """An island is killed within a long message that several connections carry."""
-
-    def run() -> None:
-        chunks.LARGEST, chunks.SMALL = 4096, 256
-        peer_group.streams = lambda rtt, num_peers: 3
-        killed_at(frames, 2, 4)
-
-    alone(run_ranks, run)
+    chunks.LARGEST, chunks.SMALL = 4096, 256
+    peer_group.streams = lambda rtt, num_peers: 3
+    killed_at(frames, 2, 4)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_lost_island_one_rank_then_its_sibling(run_ranks, rank: int) -> None:
+@in_a_process
+def test_lost_island_one_rank_then_its_sibling(rank: int) -> None:
     """One rank of an island is killed, and its sibling a moment later. A peer group decides nothing
     for itself: both have the same contributors for each message.
     """
+    for k in (1, 5):
+        with named(f"piece {k}"):
+            two = Islands(3, 2, dead=4.0)
+            two.kill_at_frame(k, (1, rank))
 
-    def run() -> None:
-        for k in (1, 5):
-            with named(f"piece {k}"):
-                two = Islands(3, 2, dead=4.0)
-                two.kill_at_frame(k, (1, rank))
+            def fn(line: Any, two: Islands = two) -> Any:
+                try:
+                    return talk(5)(line)
+                except PeerLost:
+                    time.sleep(0.3)
+                    two.kill(1, 1 - rank)
+                    raise
 
-                def fn(line: Any, two: Islands = two) -> Any:
-                    try:
-                        return talk(5)(line)
-                    except PeerLost:
-                        time.sleep(0.3)
-                        two.kill(1, 1 - rank)
-                        raise
-
-                two.run(fn)
-                found = two.survivors(1)
-                slots = agree(found[0::2])
-                assert slots == agree(found[1::2]) and slots[-1] == (0, 2)
-                assert two.expelled in ([], [(1, 1 - rank)])
-
-    alone(run_ranks, run)
+            two.run(fn)
+            found = two.survivors(1)
+            slots = agree(found[0::2])
+            assert slots == agree(found[1::2]) and slots[-1] == (0, 2)
+            assert two.expelled in ([], [(1, 1 - rank)])
 
 
 @pytest.mark.parametrize("moment", ["Freeze", "PostReport", "ProposeRecord", "Adopted"])
 @pytest.mark.parametrize("after", [False, True])
-def test_lost_island_second_killed_in_the_change(run_ranks, moment: str, after: bool) -> None:
+@in_a_process
+def test_lost_island_second_killed_in_the_change(moment: str, after: bool) -> None:
     """A second island is killed at a moment of the change of members."""
-
-    def run() -> None:
-        for second in (0, 2):
-            with named(f"island {second}"):
-                four = Islands(4)
-                four.kill_at_frame(3, (3, 0))
-                four.kill_in(moment, (second, 0), after=after)
-                four.run(talk(6))
-                # another may have proposed before it
-                lost = {3, second} if isinstance(four.results[second, 0], PeerLost) else {3}
-                assert lost == {3, second} or moment == "ProposeRecord"
-                assert agree(four.survivors(*lost))[-1] == tuple(
-                    s for s in range(4) if s not in lost
-                )
-
-    alone(run_ranks, run)
+    for second in (0, 2):
+        with named(f"island {second}"):
+            four = Islands(4)
+            four.kill_at_frame(3, (3, 0))
+            four.kill_in(moment, (second, 0), after=after)
+            four.run(talk(6))
+            # another may have proposed before it
+            lost = {3, second} if isinstance(four.results[second, 0], PeerLost) else {3}
+            assert lost == {3, second} or moment == "ProposeRecord"
+            assert agree(four.survivors(*lost))[-1] == tuple(s for s in range(4) if s not in lost)
 
 
 @pytest.mark.parametrize("islands", [3, 4])
-def test_lost_island_two_at_once(run_ranks, islands: int) -> None:
+@in_a_process
+def test_lost_island_two_at_once(islands: int) -> None:
     """Two islands are killed at once."""
-
-    def run() -> None:
-        for k in (1, 5):
-            with named(f"piece {k}"):
-                four = Islands(islands)
-                four.kill_at_frame(k, (0, 0), (2, 0))
-                four.run(talk(6))
-                slots = agree(four.survivors(0, 2))
-                assert slots[-1] == tuple(s for s in range(islands) if s not in (0, 2))
-
-    alone(run_ranks, run)
+    for k in (1, 5):
+        with named(f"piece {k}"):
+            four = Islands(islands)
+            four.kill_at_frame(k, (0, 0), (2, 0))
+            four.run(talk(6))
+            slots = agree(four.survivors(0, 2))
+            assert slots[-1] == tuple(s for s in range(islands) if s not in (0, 2))
 
 
-def test_network_thread_failure_is_raised_at_a_launch(run_ranks) -> None:
+@in_a_process
+def test_network_thread_failure_is_raised_at_a_launch() -> None:
     """A launch after the network thread has failed raises an error that names the failure."""
+    one = Islands(1)
 
-    def run() -> None:
-        one = Islands(1)
+    def fn(line: Any) -> None:
+        exchanged(line, 0)
+        line._driver.do(lambda: 1 / 0)
+        while line._driver._poller.thread.is_alive():
+            time.sleep(0.01)
+        for _ in range(2):
+            with pytest.raises(PeerLost, match="the network thread has failed: ZeroDivisionError"):
+                exchanged(line, 1)
+        assert not line.wait_stable(5.0)
 
-        def fn(line: Any) -> None:
-            exchanged(line, 0)
-            line._driver.do(lambda: 1 / 0)
-            while line._driver._poller.thread.is_alive():
-                time.sleep(0.01)
-            for _ in range(2):
-                with pytest.raises(
-                    PeerLost, match="the network thread has failed: ZeroDivisionError"
-                ):
-                    exchanged(line, 1)
-            assert not line.wait_stable(5.0)
-
-        one.run(fn)
-        one.survivors()
-        assert one.expelled == [(0, 0)]  # in a run this ends the process with 75
-
-    alone(run_ranks, run)
+    one.run(fn)
+    one.survivors()
+    assert one.expelled == [(0, 0)]  # in a run this ends the process with 75
 
 
-def test_end_waits_for_nobody_that_is_gone(run_ranks) -> None:
+@in_a_process
+def test_end_waits_for_nobody_that_is_gone() -> None:
     """A rank that ends waits for nobody that is gone: the other rank of its island has ended, and
     so has the peer, whose last word was lost. No change of members would ever come to its end.
     """
+    two, waited, met = Islands(2, ranks=2), list[bool](), threading.Barrier(4)
 
-    def run() -> None:
-        two, waited, met = Islands(2, ranks=2), list[bool](), threading.Barrier(4)
+    def fn(line: Any) -> None:
+        exchanged(line, 0)
+        _, rank = next(key for key, known in two.lines.items() if known is line)
+        met.wait(20)
+        if line.slot == 1:
+            two.kill(1, rank)
+        elif rank == 0:
+            line.end()
+            line.release()
+            raise PeerLost("this one has ended")
+        else:
+            waited.append(line.wait_read(15))
+            assert line._driver.machine.state == "frozen"
+            raise PeerLost("and this one, too")
 
-        def fn(line: Any) -> None:
-            exchanged(line, 0)
-            _, rank = next(key for key, known in two.lines.items() if known is line)
-            met.wait(20)
-            if line.slot == 1:
-                two.kill(1, rank)
-            elif rank == 0:
-                line.end()
-                line.release()
-                raise PeerLost("this one has ended")
-            else:
-                waited.append(line.wait_read(15))
-                assert line._driver.machine.state == "frozen"
-                raise PeerLost("and this one, too")
-
-        two.run(fn)
-        assert waited == [True]
-
-    alone(run_ranks, run)
+    two.run(fn)
+    assert waited == [True]
 
 
-def test_lost_island_leaks_no_descriptor_or_thread(run_ranks) -> None:
+@in_a_process
+def test_lost_island_leaks_no_descriptor_or_thread() -> None:
     """Descriptors and threads fall back after a loss."""
+    here, counts = Islands(3), list[tuple[int, int]]()
 
-    def run() -> Any:
-        here, counts = Islands(3), list[tuple[int, int]]()
+    def fn(line: Any) -> None:
+        for n in range(24):
+            if n == 12 and line.slot == 2:
+                here.kill(2)
+            exchanged(line, n)
+        line.wait_stable(10)
 
-        def fn(line: Any) -> None:
-            for n in range(24):
-                if n == 12 and line.slot == 2:
-                    here.kill(2)
-                exchanged(line, n)
-            line.wait_stable(10)
-
-        for k in range(3):
-            here = Islands(3)
-            here.run(fn)
-            assert agree_on_two(here)
-            until = time.monotonic() + 20  # a thread that asked the store may be about to end
-            while k and descriptors() > counts[0] and time.monotonic() < until:
-                time.sleep(0.05)
-            counts.append(descriptors())
-        return counts
-
-    counts = alone(run_ranks, run)
+    for k in range(3):
+        here = Islands(3)
+        here.run(fn)
+        assert agree_on_two(here)
+        until = time.monotonic() + 20  # a thread that asked the store may be about to end
+        while k and descriptors() > counts[0] and time.monotonic() < until:
+            time.sleep(0.05)
+        counts.append(descriptors())
     assert counts[2] <= counts[0], counts
 
 
@@ -274,28 +243,25 @@ def agree_on_two(here: Islands) -> bool:
     )
 
 
-def test_lost_island_while_a_mean_is_calculated(run_ranks) -> None:
+@in_a_process
+def test_lost_island_while_a_mean_is_calculated() -> None:
     """The change comes while a part of the mean is calculated: it is made once, and the others get
     it in the new view.
     """
+    plain = message_state.RoundMessage.average
+    here = Islands(3)
 
-    def run() -> None:
-        plain = message_state.RoundMessage.average
-        here = Islands(3)
+    def slow(message: message_state.RoundMessage, *args: Any) -> Any:
+        if message.n - FIRST == 1 and message.me.slot == 0:
+            # the message is whole but for this part
+            while not any(of.slot == 2 for of, _ in message.parts):
+                time.sleep(0.01)
+            here.kill(2)
+            while here.lines[0, 0]._driver.changes == 0:
+                time.sleep(0.01)
+            time.sleep(0.3)
+        return plain(message, *args)
 
-        def slow(message: message_state.RoundMessage, *args: Any) -> Any:
-            if message.n - FIRST == 1 and message.me.slot == 0:
-                # the message is whole but for this part
-                while not any(of.slot == 2 for of, _ in message.parts):
-                    time.sleep(0.01)
-                here.kill(2)
-                while here.lines[0, 0]._driver.changes == 0:
-                    time.sleep(0.01)
-                time.sleep(0.3)
-            return plain(message, *args)
-
-        message_state.RoundMessage.average = slow  # type: ignore[method-assign]
-        here.run(talk(4))
-        assert agree(here.survivors(2)) == [ALL, ALL, (0, 1), (0, 1)]
-
-    alone(run_ranks, run)
+    message_state.RoundMessage.average = slow  # type: ignore[method-assign]
+    here.run(talk(4))
+    assert agree(here.survivors(2)) == [ALL, ALL, (0, 1), (0, 1)]

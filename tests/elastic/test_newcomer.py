@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +14,7 @@ import torch
 pytest.importorskip("zmq", reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'")
 
 from fsdp_demo import PeerLost
-from fsdp_demo.elastic import agreement, connect, newcomer, peer_group
-from fsdp_demo.elastic.connect import PeerPosition
+from fsdp_demo.elastic import agreement, newcomer, peer_group
 from fsdp_demo.elastic.join_server import JoinServer
 from fsdp_demo.elastic.notes import ToldToEnd
 from fsdp_demo.elastic.peer_group import PeerGroup
@@ -29,9 +27,9 @@ from fsdp_demo.membership.protocol_types import Member, first_record
 from fsdp_demo.peers.collectives import ReceivedMessage, whole
 from fsdp_demo.peers.header import DIGESTS, PARAMETERS, PAYLOAD, QUESTION, Header
 from fsdp_demo.peers.join_messages import LONGEST, DonorSnapshot, Expected, Tick, packed, unpacked
-from fsdp_demo.peers.zeromq import Meeting
 
 from ..support.elastic import Islands
+from ..support.inside import in_a_process
 from ..support.sealed import part_of_mean, shares
 
 LAST = 8
@@ -89,10 +87,10 @@ def questions(line: PeerGroup, step: int, count: int) -> list[tuple[int, ...]]:
                 line.header(PARAMETERS, step),
                 [(torch.full((9000,), 1.0 + line.slot), "fp32"), (torch.ones(1), "fp32")],
             )
-            assert (
-                torch.equal(mean[0], torch.full((9000,), 1.0 + sum(line.slots) / len(line.slots)))
-                and float(mean[1]) == 1.0
+            assert torch.equal(
+                mean[0], torch.full((9000,), 1.0 + sum(line.slots) / len(line.slots))
             )
+            assert float(mean[1]) == 1.0
         found.append(line.slots)
     return found
 
@@ -104,11 +102,8 @@ class Run:
 
     def __init__(self, run: Islands, at: int, count: int):
         self.run, self.at, self.count = run, at, count
-        self.planned, self.asked, self.results = (
-            threading.Event(),
-            threading.Event(),
-            dict[int, Any](),
-        )
+        self.planned, self.asked = threading.Event(), threading.Event()
+        self.results: dict[int, Any] = {}
         self.thread = threading.Thread(target=self.joins)
 
     def trains(self, line: PeerGroup) -> Any:
@@ -150,25 +145,7 @@ class Run:
         """The newcomer."""
         line = None
         try:
-            names = {**self.run.names, 2: "newcomer"}
-            meeting = Meeting(
-                self.run.store,
-                "line",
-                2,
-                3,
-                tuple(names.values()),
-                "127.0.0.1",
-                WAIT,
-                self.run.token,
-            )
-            line = connect.newcomer_peers(
-                meeting,
-                PeerPosition(2, 0, 1, names),
-                0,
-                lambda: self.run.store.under("line"),
-                None,
-                connect.Limits(self.run.dead),
-            )
+            line = self.run.newcomer(2, WAIT)
             self.results[2] = self.follows(line)
             line.wait_stable(WAIT)
         except BaseException as error:
@@ -206,84 +183,61 @@ class Run:
 
 
 @pytest.mark.parametrize("count", [24, 1])
-def test_newcomer_base_among_questions(run_ranks: Callable[..., Any], count: int) -> None:
+@in_a_process
+def test_newcomer_base_among_questions(count: int) -> None:
     """A newcomer whose base lies among questions between two steps is not asked: all answers are
     those of the two that ask, and nobody ends.
     """
-
-    def fn() -> bool:
-        run = Islands(2)
-        made = Run(run, 5, count)
-        run.run(made.trains, 2 * WAIT)
-        if isinstance(made.results.get(2), BaseException):
-            raise made.results[2]
-        one, two = run.survivors()
-        assert one == two and one[1] == [(0, 1)] * count
-        slots, begun = one[0], [s for s, of in enumerate(one[0]) if 2 in of]
-        assert begun and slots == [(0, 1)] * begun[0] + [(0, 1, 2)] * (5 + LAST - begun[0])
-        assert made.results[2] == [(s, slots[s]) for s in range(made.results[2][0][0], 5 + LAST)]
-        assert begun[0] == 5
-        return True
-
-    assert run_ranks(fn, 1, 1) == [True]
+    run = Islands(2)
+    made = Run(run, 5, count)
+    run.run(made.trains, 2 * WAIT)
+    if isinstance(made.results.get(2), BaseException):
+        raise made.results[2]
+    one, two = run.survivors()
+    assert one == two and one[1] == [(0, 1)] * count
+    slots, begun = one[0], [s for s, of in enumerate(one[0]) if 2 in of]
+    assert begun and slots == [(0, 1)] * begun[0] + [(0, 1, 2)] * (5 + LAST - begun[0])
+    assert made.results[2] == [(s, slots[s]) for s in range(made.results[2][0][0], 5 + LAST)]
+    assert begun[0] == 5
 
 
-def test_newcomer_that_stands_does_not_keep_others_out(run_ranks: Callable[..., Any]) -> None:
+@in_a_process
+def test_newcomer_that_stands_does_not_keep_others_out() -> None:
     """A newcomer that stands does not keep others out. Island 2 is let in and stands. Island 3
     comes in after ISLAND_DEAD; it says nothing for longer than that but that it lives, and it is
     not dropped.
     """
+    run, came, end = Islands(2, dead=1.5), list[PeerGroup](), threading.Event()
 
-    def fn() -> bool:
-        run, came, end = Islands(2, dead=1.5), list[PeerGroup](), threading.Event()
+    def joins() -> None:
+        try:
+            alive, newcomer.MemberSearch._say = (newcomer.MemberSearch._say, lambda self: None)
+            came.append(run.newcomer(2, WAIT))
+            newcomer.MemberSearch._say = alive
+            came.append(run.newcomer(3, WAIT))
+            time.sleep(2 * run.dead)
+        finally:
+            end.set()
 
-        def comes(slot: int) -> PeerGroup:
-            names = {**run.names, slot: f"island{slot}"}
-            here = (len(names), tuple(names.values()), "127.0.0.1", WAIT, run.token)
-            return connect.newcomer_peers(
-                Meeting(run.store, "line", 2, *here),
-                PeerPosition(slot, 0, 1, names),
-                0,
-                lambda: run.store.under("line"),
-                None,
-                connect.Limits(run.dead),
-            )
+    def trains(line: PeerGroup) -> Any:
+        step = 0
+        while not end.is_set() or step < 3:
+            common(line, step)
+            time.sleep(0.02)
+            step += 1
+            if line.slot == 0 and step == 2:
+                threading.Thread(target=joins).start()
+            stop = agreement.mean_of(line, step, float(end.is_set()))
+            if stop > 0 and step >= 3:
+                break
+        joining_island = line._driver.join_server.joining_island
+        return joining_island.name if joining_island is not None else None
 
-        def joins() -> None:
-            try:
-                alive, newcomer.MemberSearch._say = (
-                    newcomer.MemberSearch._say,
-                    lambda self: None,
-                )
-                came.append(comes(2))
-                newcomer.MemberSearch._say = alive
-                came.append(comes(3))
-                time.sleep(2 * run.dead)
-            finally:
-                end.set()
-
-        def trains(line: PeerGroup) -> Any:
-            step = 0
-            while not end.is_set() or step < 3:
-                common(line, step)
-                time.sleep(0.02)
-                step += 1
-                if line.slot == 0 and step == 2:
-                    threading.Thread(target=joins).start()
-                stop = agreement.mean_of(line, step, float(end.is_set()))
-                if stop > 0 and step >= 3:
-                    break
-            joining_island = line._driver.join_server.joining_island
-            return joining_island.name if joining_island is not None else None
-
-        run.run(trains, 2 * WAIT)
-        names = run.survivors()
-        for line in came:
-            line.following.close()
-        assert len(came) == 2 and names == ["island3", "island3"], (came, names)
-        return True
-
-    assert run_ranks(fn, 1, 1) == [True]
+    run.run(trains, 2 * WAIT)
+    names = run.survivors()
+    for line in came:
+        line.following.close()
+    assert len(came) == 2 and names == ["island3", "island3"], (came, names)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -294,17 +248,12 @@ def test_newcomer_receives_means_in_their_code(count: int) -> None:
     weights = [[1.0] * count] * len(spans)
     parts = [part_of_mean([s[j] for s in sent], spans, weights, j, count) for j in range(count)]
     means = whole(list(parts), spans)
-    arrived = ReceivedMessage(
-        [Header(0, 3)] * count,
-        [torch.zeros(2, dtype=torch.uint8)] * count,
-        means,
-        slots=tuple(range(count)),
-    )
+    bodies = [torch.zeros(2, dtype=torch.uint8)] * count
+    arrived = ReceivedMessage([Header(0, 3)] * count, bodies, means, slots=tuple(range(count)))
     expected = Expected(PAYLOAD, 3, 2, spans)
     plain, coded = packed(arrived), packed(arrived, parts)
-    assert [p.numel() for p in coded[1:]] == expected.sizes(coded[0]) and [
-        p.numel() for p in plain[1:]
-    ] == expected.sizes(plain[0])
+    assert [p.numel() for p in coded[1:]] == expected.sizes(coded[0])
+    assert [p.numel() for p in plain[1:]] == expected.sizes(plain[0])
     assert sum(p.numel() for p in coded[1:]) < 0.5 * sum(p.numel() for p in plain[1:])
     for some in (plain, coded):
         assert all(map(torch.equal, unpacked(some, expected).means, means))
@@ -338,25 +287,24 @@ def test_newcomer_answer_may_be_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert agreement.gather_json(line, mine, QUESTION, 3) == [[0], [1, 2]]
 
 
+def told(*notes: bytes) -> JoinServer:
+    """A join server to which a newcomer has said this."""
+    now, server = time.monotonic(), JoinServer.__new__(JoinServer)
+    wires = {"notes": SimpleNamespace(notes=deque(notes), heard_at=now)}
+    server.joining_island = SimpleNamespace(
+        name="island2", every=[], gone="", met=True, wires=wires
+    )
+    vars(server.joining_island).update(since=now, following=False, moved=False)
+    server._looked, server._dead = now, 10.0
+    return server
+
+
 @pytest.mark.parametrize(
     "note", [b"{", b"[" * 100_000, b"[]", b"7", b'["follow"]', b'["follow", 1]', b"\xff"]
 )
 def test_join_server_drops_an_unreadable_newcomer(note: bytes) -> None:
     """A newcomer whose notes cannot be read is dropped, and nobody else."""
-    now = time.monotonic()
-    wires = {"notes": SimpleNamespace(notes=deque([b'["ready"]', note]), heard_at=now)}
-    joining_island = SimpleNamespace(
-        name="island2",
-        every=[],
-        gone="",
-        met=True,
-        since=now,
-        following=False,
-        moved=False,
-        wires=wires,
-    )
-    join_server = JoinServer.__new__(JoinServer)
-    join_server.joining_island, join_server._looked, join_server._dead = joining_island, now, 10.0
+    join_server = told(b'["ready"]', note)
     assert join_server.look() is None and join_server.joining_island is None
 
 
@@ -378,13 +326,7 @@ def test_stop_keeps_a_question_that_the_newcomer_is_not_asked() -> None:
 
 def test_join_server_reads_the_notes_of_a_newcomer() -> None:
     """The join server reads the notes that a newcomer brings, in their order."""
-    words, now = deque([b'["follow", {"weight": "ab"}]', b'["ready"]']), time.monotonic()
-    wires = {"notes": SimpleNamespace(notes=words, heard_at=now)}
-    join_server = JoinServer.__new__(JoinServer)
-    join_server.joining_island = SimpleNamespace(
-        every=[], gone="", met=True, since=now, following=False, moved=False, wires=wires
-    )
-    join_server._looked, join_server._dead = now, 10.0
+    join_server = told(b'["follow", {"weight": "ab"}]', b'["ready"]')
     assert join_server.look() is None  # it is not near before it has its snapshot
     joining_island = join_server.joining_island
     assert joining_island.asked and joining_island.brings == {"weight": "ab"}
@@ -394,10 +336,7 @@ def test_newcomer_that_loses_its_donor_ends() -> None:
     """A newcomer that loses its donor between `attach` and its base ends: it trains already, and
     cannot go on without what its donor sends.
     """
-    line, ended = (
-        peer_group.PeerGroup(Member(1, 1), {0: "a", 1: "b"}, [0], 60.0),
-        list[str](),
-    )
+    line, ended = (peer_group.PeerGroup(Member(1, 1), {0: "a", 1: "b"}, [0], 60.0), list[str]())
 
     def gone(wanted: Any) -> Any:
         raise PeerLost("island 0 (a) is gone")

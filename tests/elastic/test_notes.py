@@ -21,7 +21,7 @@ from fsdp_demo.errors import WireError
 from fsdp_demo.membership.protocol_types import Member
 
 from ..support.elastic import Islands, agree, talk
-from ..support.threaded import alone
+from ..support.inside import in_a_process
 
 A, B = Member(0), Member(1)
 
@@ -37,42 +37,36 @@ def spoil(where: Any, name: str) -> None:
     setattr(where, name, fails)
 
 
-def test_note_that_fails_here_is_not_blamed_on_a_peer(run_ranks) -> None:
+@in_a_process
+def test_note_that_fails_here_is_not_blamed_on_a_peer() -> None:
     """An error while a peer's note is handled ends this island, as any other error of its network
     thread; the peer stays.
     """
+    three = Islands(3)
 
-    def run() -> None:
-        three = Islands(3)
+    def before(line: Any, n: int) -> None:
+        if (line.slot, n) == (0, 3):
+            spoil(line._driver.detector, "note_next")
 
-        def before(line: Any, n: int) -> None:
-            if (line.slot, n) == (0, 3):
-                spoil(line._driver.detector, "note_next")
-
-        three.run(talk(40, before=before))
-        slots = agree(three.survivors(0))
-        assert slots[-1] == (1, 2) and three.expelled == [(0, 0)]
-        assert isinstance(three.results[0, 0], PeerLost)
-
-    alone(run_ranks, run)
+    three.run(talk(40, before=before))
+    slots = agree(three.survivors(0))
+    assert slots[-1] == (1, 2) and three.expelled == [(0, 0)]
+    assert isinstance(three.results[0, 0], PeerLost)
 
 
-def test_note_of_a_sibling_that_fails_here_ends_the_island(run_ranks) -> None:
+@in_a_process
+def test_note_of_a_sibling_that_fails_here_ends_the_island() -> None:
     """An error while the vote of another rank of the island is taken ends the island: it would
     stand for ever, and the others would wait for it.
     """
+    two = Islands(2, ranks=2)
 
-    def run() -> None:
-        two = Islands(2, ranks=2)
+    def before(line: Any, n: int) -> None:
+        if (line.slot, n) == (1, 3) and line is two.lines[1, 0]:
+            spoil(line._driver, "_take_later")
 
-        def before(line: Any, n: int) -> None:
-            if (line.slot, n) == (1, 3) and line is two.lines[1, 0]:
-                spoil(line._driver, "_take_later")
-
-        two.run(talk(12, before=before))
-        assert agree(two.survivors(1))[-1] == (0,) and (1, 0) in two.expelled
-
-    alone(run_ranks, run)
+    two.run(talk(12, before=before))
+    assert agree(two.survivors(1))[-1] == (0,) and (1, 0) in two.expelled
 
 
 def test_offer_that_was_put_off_is_refused() -> None:

@@ -24,7 +24,7 @@ from fsdp_demo.rendezvous.position import ShardPosition
 from ..peers.test_header import uint8
 from ..support import probe, threaded
 from ..support.elastic import Islands
-from ..support.threaded import alone, values
+from ..support.inside import in_a_process, in_ranks, in_threads
 
 
 def on_lines(fn: Any, count: int, timeout: float = 10.0) -> list[Any]:
@@ -45,15 +45,8 @@ def on_lines(fn: Any, count: int, timeout: float = 10.0) -> list[Any]:
 
 def test_streams_follow_from_the_round_trip() -> None:
     """The number of connections to a peer grows with the round trip."""
-    assert [streams(s, 1) for s in (0.0, 0.0125, 0.0205, 0.03, 0.0503, 0.1005, 1.0)] == [
-        1,
-        1,
-        1,
-        2,
-        4,
-        8,
-        streams_of.STREAMS,
-    ]
+    seconds = (0.0, 0.0125, 0.0205, 0.03, 0.0503, 0.1005, 1.0)
+    assert [streams(s, 1) for s in seconds] == [1, 1, 1, 2, 4, 8, streams_of.STREAMS]
 
 
 def test_streams_have_a_budget_over_all_peers() -> None:
@@ -65,7 +58,8 @@ def test_streams_have_a_budget_over_all_peers() -> None:
 
 
 @pytest.mark.parametrize("late, expected", [(0.0, 1), (0.06, 4)])
-def test_round_trip_is_the_longest_that_one_rank_has_seen(run_ranks, late, expected) -> None:
+@in_ranks(1, 1)
+def test_round_trip_is_the_longest_that_one_rank_has_seen(late, expected) -> None:
     """One rank's kernel has seen a longer way than those of the others (which here are near): all
     open the same number of connections.
     """
@@ -75,13 +69,10 @@ def test_round_trip_is_the_longest_that_one_rank_has_seen(run_ranks, late, expec
             line.seen_round_trip = lambda: late  # type: ignore[method-assign]
         return streams(round_trip(line), 2), line.meter.bytes_sent
 
-    def run(me: Any) -> None:
-        outs = on_lines(counted, 3)
-        assert all(out == outs[0] for out in outs)
-        count, sent = outs[0]
-        assert count >= expected and sent == 0
-
-    run_ranks(run, 1, 1)
+    outs = on_lines(counted, 3)
+    assert all(out == outs[0] for out in outs)
+    count, sent = outs[0]
+    assert count >= expected and sent == 0
 
 
 @pytest.mark.parametrize("name", ["demo", "diloco"])
@@ -101,9 +92,8 @@ def test_streams_do_not_change_training(run_ranks, everywhere, name) -> None:
             optimizer.step()
             optimizer.zero_grad()
         out = {n: p.detach().clone() for n, p in model.named_parameters()}
-        counts = {
-            k: v for k, v in exchange.metrics().items() if k.startswith(("bytes", "messages"))
-        }
+        found = exchange.metrics().items()
+        counts = {k: v for k, v in found if k.startswith(("bytes", "messages"))}
         connections = exchange.peers.num_connections
         exchange.finish()
         return out, counts, connections
@@ -117,63 +107,51 @@ def test_streams_do_not_change_training(run_ranks, everywhere, name) -> None:
         assert all(torch.equal(one[0][n], several[0][n]) for n in one[0])
 
 
-def test_peer_groups_of_one_mesh_keep_messages_apart(run_ranks) -> None:
+@in_threads(2)
+def test_peer_groups_of_one_mesh_keep_messages_apart(island, topology) -> None:
     """Two exchanges share a mesh and keep their messages apart, though on one island the second is
     first to speak.
     """
+    both = [topology.join(ShardPosition())[0] for _ in range(2)]
+    found: list[list[int]] = [[], []]
 
-    def island(i: int, topology: fsdp_demo.Topology) -> list[list[int]]:
-        both = [topology.join(ShardPosition())[0] for _ in range(2)]
-        found: list[list[int]] = [[], []]
+    def speak(k: int) -> None:
+        if k == island:
+            time.sleep(0.3)
+        line = both[k]
+        _, bodies = line.gather(line.header(frame.PAYLOAD), uint8(bytes([10 * k + island] * 4)))
+        found[k] = [int(b[0]) for b in bodies]
 
-        def speak(k: int) -> None:
-            if k == i:
-                time.sleep(0.3)
-            line = both[k]
-            assert line is not None
-            _, bodies = line.gather(line.header(frame.PAYLOAD), uint8(bytes([10 * k + i] * 4)))
-            found[k] = [int(b[0]) for b in bodies]
-
-        threaded.at_once(speak, 2, 10)
-        return found
-
-    def run() -> list[Any]:
-        return values(threaded.islands(island))
-
-    assert run_ranks(run, 1, 1) == [[[[0, 1], [10, 11]]] * 2]
+    threaded.at_once(speak, 2, 10)
+    assert found == [[0, 1], [10, 11]]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO of Linux")
-def test_round_trip_is_not_that_of_slow_processes(run_ranks) -> None:
+@in_a_process
+def test_round_trip_is_not_that_of_slow_processes() -> None:
     """Slow processes make no round trip longer: on busy cores a message takes as long as if the
     islands were far apart.
     """
+    islands = Islands(3)
 
-    def run() -> None:
-        islands = Islands(3)
+    def fn(line: Any) -> float:
+        whole = line.all_gather
 
-        def fn(line: Any) -> float:
-            whole = line.all_gather
+        def slow(*args: Any) -> Any:
+            time.sleep(0.2)
+            out = whole(*args)
+            time.sleep(0.2)
+            return out
 
-            def slow(*args: Any) -> Any:
-                time.sleep(0.2)
-                out = whole(*args)
-                time.sleep(0.2)
-                return out
+        line.all_gather = slow
+        return float(round_trip(line))
 
-            line.all_gather = slow
-            return float(round_trip(line))
-
-        found = set(islands.run(fn).values())
-        (seconds,) = found  # the same on all
-        assert 0 < seconds < 0.1
-
-    alone(run_ranks, run)
+    found = set(islands.run(fn).values())
+    (seconds,) = found  # the same on all
+    assert 0 < seconds < 0.1
 
 
-def test_rehearsed_link_takes_half_a_round_trip_per_leg(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rehearsed_link_takes_half_a_round_trip_per_leg(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rehearsed link takes half a round trip for each leg of a message."""
     slept: list[float] = []
     monkeypatch.setattr(peer_group.time, "sleep", slept.append)
@@ -183,8 +161,5 @@ def test_rehearsed_link_takes_half_a_round_trip_per_leg(
     line._account(1000, 500, False, False)
     line._account(1000, 2000, True, False)
     line._account(7, 7, False, True)
-    assert slept == pytest.approx([0.021, 0.042]) and (
-        line.meter.messages,
-        line.meter.bytes_sent,
-        line.meter.setup_bytes,
-    ) == (4, 2000, 7)
+    assert slept == pytest.approx([0.021, 0.042])
+    assert (line.meter.messages, line.meter.bytes_sent, line.meter.setup_bytes) == (4, 2000, 7)

@@ -17,13 +17,7 @@ from fsdp_demo.elastic import store_session
 from fsdp_demo.elastic.store_session import StoreSession, newest
 from fsdp_demo.files import to_json
 from fsdp_demo.membership import protocol_events
-from fsdp_demo.membership.protocol_types import (
-    Member,
-    Record,
-    Report,
-    first_record,
-    record_text,
-)
+from fsdp_demo.membership.protocol_types import Member, Record, Report, first_record, record_text
 from fsdp_demo.store.client import WorldStore
 
 A, B, C = MEMBERS = (Member(0), Member(1), Member(2))

@@ -47,9 +47,20 @@ def rehearsal(run_id: str, script: Path, *words: str) -> subprocess.Popen[str]:
     full = full if "--" in words else [*full, "--", str(script)]
     # the variable is that of the rehearsal, too: what is forked shows that of its parent in /proc
     env = {**os.environ, "ISLAND_RUN": run_id}
-    return subprocess.Popen(
-        full, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
-    )
+    how = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(full, env=env, **how)
+
+
+def ended(process: subprocess.Popen[str], status: int = 0, timeout: float = 120) -> str:
+    """What a process has said until its end with this status."""
+    output, _ = process.communicate(timeout=timeout)
+    assert process.returncode == status, output
+    return output
+
+
+def with_word(output: str, word: str) -> list[str]:
+    """Sorted lines that have this word."""
+    return sorted(line for line in output.splitlines() if word in line)
 
 
 def store_of(parent: int) -> int:

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,11 +25,13 @@ from ..support.stores import server_of
 from .rehearsals import (
     ON_LINUX,
     WAIT,
+    ended,
     lines_until,
     processes_of,
     rehearsal,
     store_of,
     wait_until,
+    with_word,
 )
 
 # Every rank of every island meets in the store, so the store, the addresses and the counts are
@@ -56,21 +60,7 @@ all_say("done")
 dist.destroy_process_group()
 """  # noqa: E501
 
-MEET_DURABLE = """
-import os, sys, time
-from fsdp_demo import Topology
-topology = Topology.from_env()
-store = topology.open_store().under(topology.run)
-def come(where):
-    store.set(f"{where}/{topology.island}", "here")
-    while not all(store.get_all([f"{where}/{i}" for i in range(topology.islands)])):
-        time.sleep(0.05)
-come("ranks")
-sys.stdout.write(f"met {topology.island} {store.identity().generation}\\n")
-come("done")
-"""  # noqa: E501
-
-OUTLIVE = """
+COME = """
 import os, sys, time
 from fsdp_demo import Topology
 from fsdp_demo.errors import StoreSilent
@@ -81,6 +71,14 @@ def come(where):
     while not all(store.get_all([f"{where}/{i}" for i in range(topology.islands)])):
         time.sleep(0.05)
 come("ranks")
+"""
+
+MEET_DURABLE = f"""{COME}
+sys.stdout.write(f"met {{topology.island}} {{store.identity().generation}}\\n")
+come("done")
+"""
+
+OUTLIVE = f"""{COME}
 name, generation = store.identity()
 sys.stdout.write("have met\\n")
 sys.stdout.flush()
@@ -92,67 +90,54 @@ while True:  # until it was started again
         pass
     time.sleep(0.2)
 assert store.identity().name == name and store.get("ranks/0")
-sys.stdout.write(f"goes on {store.identity().generation}\\n")
+sys.stdout.write(f"goes on {{store.identity().generation}}\\n")
 come("done")
 """
+TORCHRUN = ("--procs", "1", "--launcher", "torchrun")
+GRACE = ("--launcher", "torchrun", "--grace", "0.5")
 
 
-def test_rehearse_by_accelerate_runs_every_rank(run_id: str, tmp_path: Path) -> None:
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], Path]:
+    """A script with this text."""
+
+    def written(text: str) -> Path:
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return path
+
+    return written
+
+
+def test_rehearse_by_accelerate_runs_every_rank(run_id: str, script) -> None:
     """`rehearse` by accelerate runs every rank of every island, with the link of its flags."""
-    script = tmp_path / "meet.py"
-    script.write_text(MEET)
-    words = (
-        "--procs",
-        "2",
-        "--link",
-        "100Mbit",
-        "--rtt",
-        "40ms",
-        "--",
-        str(script),
-        "--flag",
-        "--",
-        "x",
-    )
-    process = rehearsal(run_id, script, *words)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
-    met = sorted(line for line in output.splitlines() if "met" in line)
+    path = script(MEET)
+    words = f"--procs 2 --link 100Mbit --rtt 40ms -- {path} --flag -- x"
+    output = ended(rehearsal(run_id, path, *words.split()))
     ranks = [(island, rank) for island in range(2) for rank in range(2)]
-    assert met == [
+    assert with_word(output, "met") == [
         f"[island{i}] met 2 {i} island{i} 127.0.0.1 100Mbit,40ms {r} --flag -- x" for i, r in ranks
     ], output
 
 
-def test_rehearse_has_a_store_with_a_file(run_id, tmp_path, monkeypatch) -> None:
+def test_rehearse_has_a_store_with_a_file(run_id, script, monkeypatch) -> None:
     """The store of a rehearsal has a file and the user's token."""
     monkeypatch.setenv("ISLAND_TOKEN", "a token that is long enough")
-    script = tmp_path / "meet.py"
-    script.write_text(MEET_DURABLE)
-    process = rehearsal(run_id, script, "--procs", "1", "--launcher", "torchrun", "--cpu")
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
-    assert sorted(line for line in output.splitlines() if "met" in line) == [
-        f"[island{i}] met {i} 1" for i in range(2)
-    ], output
+    output = ended(rehearsal(run_id, script(MEET_DURABLE), *TORCHRUN, "--cpu"))
+    assert with_word(output, "met") == [f"[island{i}] met {i} 1" for i in range(2)], output
     assert "status 0 (island0 0, island1 0)" in output.splitlines()[-1]
 
 
 @ON_LINUX
 @pytest.mark.slow
-def test_rehearse_restarts_its_store(run_id: str, tmp_path: Path) -> None:
+def test_rehearse_restarts_its_store(run_id: str, script) -> None:
     """`rehearse` starts its store again on its file, and the islands go on."""
-    script = tmp_path / "outlive.py"
-    script.write_text(OUTLIVE)
-    process = rehearsal(run_id, script, "--procs", "1", "--launcher", "torchrun", "--cpu")
-    before = lines_until(process, "have met", 2)
+    process = rehearsal(run_id, script(OUTLIVE), *TORCHRUN, "--cpu")
+    lines_until(process, "have met", 2)
     os.kill(server_of(store_of(process.pid)), signal.SIGKILL)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, "".join(before) + output
+    output = ended(process)
     assert "fsdp-demo store: the server has ended (SIGKILL) and is started again on " in output
-    assert sorted(line for line in output.splitlines() if "goes on" in line) == [
-        f"[island{i}] goes on 2" for i in range(2)
-    ], output
+    assert with_word(output, "goes on") == [f"[island{i}] goes on 2" for i in range(2)], output
 
 
 def test_rehearse_writes_one_launcher_file_per_island(tmp_path: Path) -> None:
@@ -163,19 +148,13 @@ def test_rehearse_writes_one_launcher_file_per_island(tmp_path: Path) -> None:
     assert len(files) == 2 and all("use_cpu: true" in Path(file).read_text() for file in files)
 
 
-def test_rehearse_by_torchrun_runs_every_rank(run_id: str, tmp_path: Path) -> None:
+def test_rehearse_by_torchrun_runs_every_rank(run_id: str, script) -> None:
     """`rehearse` by torchrun runs every rank of every island."""
-    script = tmp_path / "say.py"
     names = ["ISLAND_RANK", "ISLAND_COUNT", "RANK", "WORLD_SIZE", "MASTER_ADDR"]
-    script.write_text(
-        f"import os, sys\nsys.stdout.write('env ' + ' '.join(os.environ[name] for name in {names}) "
-        "+ '\\n')\n"
-    )
-    process = rehearsal(run_id, script, "--procs", "2", "--launcher", "torchrun")
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
-    said = sorted(line for line in output.splitlines() if "env" in line)
-    assert said == [
+    said = f"'env ' + ' '.join(os.environ[name] for name in {names}) + '\\n'"
+    path = script(f"import os, sys\nsys.stdout.write({said})\n")
+    output = ended(rehearsal(run_id, path, "--procs", "2", "--launcher", "torchrun"))
+    assert with_word(output, "env") == [
         f"[island{i}] env {i} 2 {rank} 2 127.0.0.1" for i in range(2) for rank in range(2)
     ], output
 
@@ -195,101 +174,83 @@ def test_rehearse_runs_a_module(run_id, tmp_path, monkeypatch, launcher: str) ->
     )
     monkeypatch.chdir(tmp_path)
     words = ("--procs", "1", "--launcher", launcher, "--", "-m", "pkg.train", "--lr", "1")
-    process = rehearsal(run_id, tmp_path, *words)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
-    said = sorted(line for line in output.splitlines() if "] ran" in line)
-    assert said == [f"[island{i}] ran pkg {i} ['--lr', '1']" for i in range(2)], output
+    output = ended(rehearsal(run_id, tmp_path, *words))
+    ran = [f"[island{i}] ran pkg {i} ['--lr', '1']" for i in range(2)]
+    assert with_word(output, "] ran") == ran, output
 
 
 @ON_LINUX
-def test_rehearse_status_78_ends_the_others(run_id: str, tmp_path: Path) -> None:
+def test_rehearse_status_78_ends_the_others(run_id: str, script) -> None:
     """An island that ends with 78 ends the others, and the rehearsal with 78."""
-    script = tmp_path / "wait.py"
     act = (
         "signal.signal(signal.SIGTERM, lambda *_: leave(75))\nif island == '1' and rank == '1': "
         "time.sleep(1); leave(78)"
     )
-    script.write_text(WAIT.format(act=act))
-    process = rehearsal(run_id, script, "--procs", "2", "--launcher", "torchrun", "--grace", "0.5")
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 78, output
+    output = ended(rehearsal(run_id, script(WAIT.format(act=act)), "--procs", "2", *GRACE), 78)
     assert "[rehearse] island1 ended with status 78" in output
     assert "status 78 (island0 75, island1 78)" in output.splitlines()[-1]
 
 
 @ON_LINUX
-def test_rehearse_ctrl_c_ends_all_and_a_second_one_kills(run_id: str, tmp_path: Path) -> None:
+def test_rehearse_ctrl_c_ends_all_and_a_second_one_kills(run_id: str, script) -> None:
     """Ctrl-C ends all islands, and a second one kills them."""
-    script = tmp_path / "wait.py"
     armed = (
         "signal.signal(signal.SIGTERM, lambda *_: sys.stdout.write('told to "
         "end\\n'))\nprint('armed', flush=True)\ntime.sleep(60)"
     )
-    script.write_text(WAIT.format(act=armed))
-    process = rehearsal(run_id, script, "--procs", "1", "--launcher", "torchrun")
+    process = rehearsal(run_id, script(WAIT.format(act=armed)), *TORCHRUN)
     lines_until(process, "] armed", 2)
     process.send_signal(signal.SIGINT)
     lines_until(process, "told to end", 2)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 130, output
+    ended(process, 130, 30)
 
 
 @ON_LINUX
 @pytest.mark.slow
-def test_rehearse_status_75_of_islands_that_save_and_leave(run_id: str, tmp_path: Path) -> None:
+def test_rehearse_status_75_of_islands_that_save_and_leave(run_id: str, script) -> None:
     """Islands that save and leave make status 75."""
-    script = tmp_path / "wait.py"
-    script.write_text(WAIT.format(act="leave(75)"))
-    process = rehearsal(run_id, script, "--procs", "1", "--launcher", "torchrun", "--grace", "0.5")
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 75, output
+    path = script(WAIT.format(act="leave(75)"))
+    output = ended(rehearsal(run_id, path, "--procs", "1", *GRACE), 75)
     assert "status 75 (island0 75, island1 75)" in output.splitlines()[-1]
 
 
 @ON_LINUX
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["rehearse", "launcher"])
-def test_rehearse_leaves_nothing_when_a_parent_is_killed(victim, run_id, tmp_path: Path) -> None:
+def test_rehearse_leaves_nothing_when_a_parent_is_killed(victim, run_id, script) -> None:
     """No process is left when the rehearsal or a launcher is killed."""
-    script = tmp_path / "wait.py"
-    script.write_text(WAIT.format(act=""))
-    process = rehearsal(run_id, script, "--procs", "2", "--launcher", "torchrun", "--grace", "0.5")
+    process = rehearsal(run_id, script(WAIT.format(act="")), "--procs", "2", *GRACE)
     lines_until(process, "] here", 4)
     if victim == "rehearse":
         process.kill()
         process.wait()
         wait_until(lambda: not processes_of(run_id), 20)
         return
-    launchers = [
-        pid
-        for pid in processes_of(run_id)
-        if b"fsdp_demo.launch" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    here = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of(run_id)}
+    launchers = [pid for pid, words in here.items() if b"fsdp_demo.launch" in words]
     os.kill(launchers[0], signal.SIGKILL)
     lines_until(process, "ended with status 137", 1)  # the other trains on
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 137, output
+    ended(process, 137, 60)
 
 
 @pytest.mark.parametrize(("words", "text"), [
-    (["--islands", "0", "--procs", "1", "--", __file__], "--islands 0: must be 1 or more"),
-    (["--islands", "2", "--procs", "-1", "--", __file__], "--procs -1: must be 1 or more"),
-    (["--islands", "2", "--procs", "1"], "no script"),
-    (["--islands", "2", "--procs", "1", "--", "nowhere.py"], "script 'nowhere.py': no such file"),
-    (["--islands", "2", "--procs", "1", "--", "-m"], "-m : no such module"),
-    (["--islands", "2", "--procs", "1", "--", "-m", "nowhere.train"],
-        "-m nowhere.train: no such module"),
-    (["--islands", "2", "--procs", "1", "--link", "fast", "--", __file__], "link rate 'fast'"),
-    (["--islands", "2", "--procs", "1", "--rtt", "40", "--", __file__], "link round trip '40'"),
-    (["--islands", "2", "--procs", "1", "--run", "a b", "--", __file__], "--run 'a b'"),
+    (f"--islands 0 --procs 1 -- {__file__}", "--islands 0: must be 1 or more"),
+    (f"--islands 2 --procs -1 -- {__file__}", "--procs -1: must be 1 or more"),
+    (f"--islands 2 --procs 1 --restarts -1 -- {__file__}", "--restarts -1: must be 0 or more"),
+    ("--islands 2 --procs 1", "no script"),
+    ("--islands 2 --procs 1 -- nowhere.py", "script 'nowhere.py': no such file"),
+    ("--islands 2 --procs 1 -- -m", "-m : no such module"),
+    ("--islands 2 --procs 1 -- -m nowhere.train", "-m nowhere.train: no such module"),
+    (f"--islands 2 --procs 1 --link fast -- {__file__}", "link rate 'fast'"),
+    (f"--islands 2 --procs 1 --rtt 40 -- {__file__}", "link round trip '40'"),
+    (f"--islands 2 --procs 1 --run 'a b' -- {__file__}", "--run 'a b'"),
 ])  # fmt: skip
-def test_rehearse_refuses_wrong_flags(words: list[str], text, capsys) -> None:
+def test_rehearse_refuses_wrong_flags(words: str, text, capsys) -> None:
     """`rehearse` refuses wrong flags with a clear text."""
-    assert cli.main(["rehearse", *words]) == 2
+    assert cli.main(["rehearse", *shlex.split(words)]) == 2
     assert text in capsys.readouterr().err
 
 
@@ -307,31 +268,36 @@ def test_rehearse_splits_gpus_over_islands(count, visible, procs, expected, monk
     assert devices(Rehearsal(2, procs, (__file__,), "torchrun"))[0] == expected
 
 
-def failed(*codes: int) -> ChildFailedError:
-    return ChildFailedError(
-        "script", {rank: ProcessFailure(rank, 1, code, "none") for rank, code in enumerate(codes)}
-    )
+def failed(*codes: int, after: int = 0) -> ChildFailedError:
+    """Ranks that failed with these, the last one `after` seconds later."""
+    failures = {rank: ProcessFailure(rank, 1, code, "none") for rank, code in enumerate(codes)}
+    failures[len(codes) - 1].timestamp += after
+    return ChildFailedError("script", failures)
 
 
 def test_launch_status_of_failed_ranks(tmp_path: Path) -> None:
-    """The status of an island is that of the rank that failed first."""
-    assert torch_launcher.failed_status(failed(3), str(tmp_path), []) == 3
-    assert torch_launcher.failed_status(failed(-9, -15), None, []) == 137
-    assert torch_launcher.failed_status(failed(75, 1), str(tmp_path), []) == 75
-    assert torch_launcher.failed_status(failed(1), str(tmp_path), []) == 1
+    """The status of an island is that of the rank that failed first; of ranks that failed together
+    a kill or a status with a meaning counts.
+    """
+    status, here = torch_launcher.failed_status, str(tmp_path)
+    assert status(failed(3), here, []) == 3
+    assert status(failed(-9, -15), None, []) == 137
+    assert status(failed(75, 1), here, []) == 75
+    assert status(failed(1), here, []) == 1
     (tmp_path / "rank1").write_text("75\n")
-    assert torch_launcher.failed_status(failed(1, 75), str(tmp_path), []) == 75, (
-        "rank 1 left first, rank 0 fell over it"
-    )
+    assert status(failed(1, 75), here, []) == 75, "rank 1 left first, rank 0 fell over it"
     told = failed(1, 75)
     told.failures[0].timestamp = int(time.time()) - 61
-    assert torch_launcher.failed_status(told, str(tmp_path), [time.time() - 60]) == 1, (
-        "rank 1 saved because it was told to end"
-    )
-    assert torch_launcher.failed_status(told, str(tmp_path), [time.time() - 90]) == 75, (
-        "ranks of an earlier start were told then"
-    )
-    assert torch_launcher.failed_status(failed(3, 75), str(tmp_path), []) == 3
+    ending = status(told, here, [time.time() - 60])
+    assert ending == 1, "rank 1 saved because it was told to end"
+    earlier = status(told, here, [time.time() - 90])
+    assert earlier == 75, "ranks of an earlier start were told then"
+    assert status(failed(3, 75), here, []) == 3
+    assert status(failed(1, -9), None, []) == 137, "rank 0 fell over the one that was killed"
+    late = status(failed(1, -9, after=30), None, [])
+    assert late == 1, "killed by its launcher, because it did not end"
+    assert status(failed(1, -15), None, []) == 1
+    assert status(failed(1, 78), None, []) == status(failed(75, 78), None, []) == 78
 
 
 def test_rehearse_splitter_keeps_lines_whole() -> None:

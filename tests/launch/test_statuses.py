@@ -105,15 +105,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str,
     """By case: status, what it said, and what its launcher was told."""
     folder = tmp_path_factory.mktemp("statuses")
     env = {k: v for k, v in os.environ.items() if not k.startswith("ISLAND_")}
-    env |= {"PYTHONPATH": str(ROOT), "ISLAND_COUNT": "2", "ISLAND_TIMEOUT": "2"}
-    env |= {"RANK": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", PARENT, str(folder)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    env |= {"PYTHONPATH": str(ROOT), "ISLAND_COUNT": "2", "ISLAND_TIMEOUT": "2", "RANK": "0"}
+    words, how = [sys.executable, "-c", PARENT, str(folder)], {"capture_output": True, "text": True}
+    done = subprocess.run(words, env=env, timeout=60, **how)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
 

@@ -7,9 +7,9 @@ import re
 import signal
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,15 +31,8 @@ def test_store_command_serves_until_stopped(tmp_path: Path) -> None:
     numbers = [signal.SIGINT, signal.SIGTERM]
     files = [tmp_path / number.name for number in numbers]
     words = ["store", "--bind", "127.0.0.1:0", "--file", ":memory:", "--port-file"]
-    stores = [
-        subprocess.Popen(
-            command(*words, str(file)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a warning that it keeps nothing
-            text=True,
-        )
-        for file in files
-    ]
+    how = dict(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)  # it keeps nothing
+    stores = [subprocess.Popen(command(*words, str(file)), **how) for file in files]
     try:
         for process, file, number in zip(stores, files, numbers, strict=True):
             assert process.stdout is not None
@@ -63,19 +56,15 @@ def test_store_command_keeps_its_file_where_it_was_started(tmp_path: Path) -> No
     for _ in range(2):
         env = os.environ | {"ISLAND_TOKEN": token, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
         words = command("store", "--bind", "127.0.0.1:0")
-        with subprocess.Popen(
-            words, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=env
-        ) as process:
+        how = dict(stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=env)
+        with subprocess.Popen(words, **how) as process:
             try:
                 assert process.stdout is not None
                 line = process.stdout.readline()
                 kept = f"with ISLAND_TOKEN, keys in {tmp_path / 'fsdp_demo_store.sqlite'}"
-                said = re.fullmatch(
-                    rf"store listening on (127\.0\.0\.1:\d+), {re.escape(kept)}; .* export "
-                    rf"ISLAND_ENDPOINT=(.+)\n",
-                    line,
-                )
-                assert said and said[2] == f"{said[1]}", line
+                listens = rf"store listening on (127\.0\.0\.1:\d+), {re.escape(kept)}; "
+                said = re.fullmatch(listens + r".* export ISLAND_ENDPOINT=(.+)\n", line)
+                assert said and said[2] == said[1], line
                 client = StoreClient(said[2], token)
                 before = client.get("starts")
                 client.set("starts", before + "x")
@@ -86,10 +75,7 @@ def test_store_command_keeps_its_file_where_it_was_started(tmp_path: Path) -> No
             finally:
                 process.kill()
     assert [count for count, _ in found] == ["x", "xx"]
-    assert [who.generation for _, who in found] == [
-        1,
-        2,
-    ]
+    assert [who.generation for _, who in found] == [1, 2]
     assert found[0][1].name == found[1][1].name
     assert [f.name for f in tmp_path.iterdir()] == ["fsdp_demo_store.sqlite"]
 
@@ -97,13 +83,8 @@ def test_store_command_keeps_its_file_where_it_was_started(tmp_path: Path) -> No
 @contextmanager
 def serving(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`fsdp-demo store`, which listens, and its endpoint."""
-    started = subprocess.Popen(
-        command("store", "--bind", "127.0.0.1:0", *words),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with started as process:
+    words, how = command("store", "--bind", "127.0.0.1:0", *words), {"text": True}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **how) as process:
         try:
             assert process.stdout is not None
             yield process, process.stdout.readline().strip().rpartition("=")[2]
@@ -116,28 +97,24 @@ def test_store_command_restarts_a_killed_server(tmp_path: Path) -> None:
     """By whatever signal, between questions and within them: no answer is lost or given twice. In
     the end it is too often.
     """
-    ends: list[str] = []
+    names = ["n0", "n1", "n2"]
 
     def count(key: str) -> None:
         client = StoreClient(endpoint, deadline=60.0)
         for n in range(60):
             assert client.compare_set(key, str(n) if n else "", str(n + 1)) == str(n + 1)
             time.sleep(0.01)
-        ends.append(client.get(key))
         client.close()
 
     with serving("--file", str(tmp_path / "keys")) as (process, endpoint):
-        threads = [threading.Thread(target=count, args=(f"n{n}",)) for n in range(3)]
-        for thread in threads:
-            thread.start()
-        for number in (signal.SIGKILL, signal.SIGABRT) * 2:
-            time.sleep(0.3)
-            os.kill(server_of(process.pid), number)
-        for thread in threads:
-            thread.join()
-        assert ends == ["60", "60", "60"]
+        with ThreadPoolExecutor(3) as pool:
+            ends = pool.map(count, names)
+            for number in (signal.SIGKILL, signal.SIGABRT) * 2:
+                time.sleep(0.3)
+                os.kill(server_of(process.pid), number)
+            list(ends)
         client = StoreClient(endpoint, deadline=60.0)
-        assert [client.get(f"n{n}") for n in range(3)] == ends
+        assert client.get_all(names) == ["60", "60", "60"]
         assert client.identity().generation == 5
         # it forks, so it has no second thread, in C neither
         assert len(list(Path(f"/proc/{process.pid}/task").iterdir())) == 1
@@ -176,16 +153,6 @@ def test_store_command_leaves_no_server_behind(tmp_path, number: signal.Signals,
         wait_until(address_and_file_are_free, 10)
 
 
-def test_store_command_refuses_an_address(capsys: pytest.CaptureFixture[str]) -> None:
-    """`fsdp-demo store` refuses an address that it cannot use."""
-    for bind, says in (
-        ("127.0.0.1", "address '127.0.0.1': expected ADDR:PORT"),
-        ("198.51.100.7:0", "--bind 198.51.100.7:0: cannot listen there: .*no such address"),
-    ):
-        assert cli.main(["store", "--bind", bind, "--file", ":memory:"]) == 2
-        assert re.search(says, capsys.readouterr().err)
-
-
 def test_store_command_refused_file_ends_it() -> None:
     """A server that refuses its file is not started again."""
     with serving("--file", "no/such/folder/keys") as (process, _):
@@ -221,17 +188,11 @@ def test_status_command_ends_whatever_token_it_is_given(
 ) -> None:
     """`fsdp-demo status` ends whatever token it is given."""
     served = InThread(StoreServer("127.0.0.1:0", tmp_path / "keys", there))
-    env = {
-        **os.environ,
-        "ISLAND_ENDPOINT": served.endpoint,
-        "ISLAND_RUN": "none",
-        "ISLAND_TOKEN": here,
-        "PYTHONPATH": str(Path(cli.__file__).parents[1]),
-    }
+    env = {"ISLAND_ENDPOINT": served.endpoint, "ISLAND_RUN": "none", "ISLAND_TOKEN": here}
+    env = {**os.environ, **env, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    how = {"capture_output": True, "text": True, "timeout": 120}
     try:
-        done = subprocess.run(
-            command("status"), env=env, capture_output=True, text=True, timeout=120
-        )
+        done = subprocess.run(command("status"), env=env, **how)
     finally:
         served.end()
     assert done.returncode == status and says in done.stderr, done.stderr
@@ -240,16 +201,10 @@ def test_status_command_ends_whatever_token_it_is_given(
 
 def listens_on(port: int) -> list[str]:
     """Local addresses (hexadecimal) that listen on a port, from /proc."""
-    rows = [
-        line.split()
-        for name in ("tcp", "tcp6")
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
-    ]
-    return [
-        row[1].split(":")[0]
-        for row in rows
-        if row[3] == "0A" and int(row[1].split(":")[1], 16) == port
-    ]
+    text = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in text for line in table.splitlines()[1:]]
+    ends = [row[1].split(":") for row in rows if row[3] == "0A"]
+    return [address for address, at in ends if int(at, 16) == port]
 
 
 @ON_LINUX
@@ -258,9 +213,8 @@ def test_store_command_listens_on_its_address_only(tmp_path: Path) -> None:
     served = StoreServer("127.0.0.1:0", tmp_path / "keys")
     assert listens_on(served.port) == ["0100007F"]
     assert served.warnings == []
-    with pytest.raises(
-        ValueError, match="cannot listen there: Address already in use.*another port"
-    ):
+    taken = "cannot listen there: Address already in use.*another port"
+    with pytest.raises(ValueError, match=taken):
         StoreServer(served.endpoint, tmp_path / "others")
     served.serve_while(lambda: False)  # closes it
 
@@ -280,22 +234,19 @@ def test_store_command_warns_of_public_addresses() -> None:
         assert _open_to(ipaddress.ip_address(private), "") == [], private
 
 
-@pytest.mark.parametrize("bind", [
-    "127.0.0.1", "127.0.0.1:", ":1", "127.0.0.1:70000", "::1:29500", "127.0.0.1:x", "",
-    "no such name:1",
+ADDRESS = r"error: (address .* expected ADDR:PORT|--bind .* has no address)"
+
+
+@pytest.mark.parametrize(("bind", "says"), [
+    *((b, ADDRESS) for b in ("127.0.0.1:", ":1", "127.0.0.1:70000", "::1:29500", "127.0.0.1:x")),
+    *((b, ADDRESS) for b in ("", "no such name:1")),
+    ("127.0.0.1", "address '127.0.0.1': expected ADDR:PORT"),
+    ("198.51.100.7:0", "--bind 198.51.100.7:0: cannot listen there: .*no such address"),
 ])  # fmt: skip
-def test_store_command_refuses_wrong_addresses(bind, capsys: pytest.CaptureFixture[str]) -> None:
-    """A wrong `--bind` is refused."""
-    assert cli.main(["store", "--bind", bind]) == 2
-    assert re.search(
-        r"error: (address .* expected ADDR:PORT|--bind .* has no address)", capsys.readouterr().err
-    )
-
-
-def test_store_command_refuses_an_address_of_another_machine(capsys) -> None:
-    """An address of another machine is refused."""
-    assert cli.main(["store", "--bind", "198.51.100.7:0"]) == 2
-    assert "no such address" in capsys.readouterr().err
+def test_store_command_refuses_wrong_addresses(bind: str, says: str, capsys) -> None:
+    """A wrong `--bind`, or the address of another machine, is refused."""
+    assert cli.main(["store", "--bind", bind, "--file", ":memory:"]) == 2
+    assert re.search(says, capsys.readouterr().err)
 
 
 def test_store_addresses_read_back() -> None:

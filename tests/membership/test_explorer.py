@@ -30,6 +30,7 @@ I8 are checked after every step, and that nothing waits for ever when no more fa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,6 +43,11 @@ from ..support.explorer import Explorer
 from ..support.invariants import Violation
 
 Kinds = tuple[Kind, ...]
+SLOW = [pytest.mark.slow, pytest.mark.timeout(900)]
+ORDERS = [
+    *(("gather", "mixed"), ("mixed", "gather")),
+    *(pytest.param((k, k), marks=pytest.mark.slow) for k in ("gather", "mixed")),
+]
 
 
 @pytest.mark.parametrize("kind, states", [("gather", 300), ("mixed", 2100)])
@@ -66,14 +72,7 @@ def test_explorer_one_message_at_any_time(kind: Kind) -> None:
     assert Explorer((kind,), peer_groups=1, late="rank").run().states > 150
 
 
-@pytest.mark.parametrize(
-    "kinds",
-    [
-        ("gather", "mixed"),
-        ("mixed", "gather"),
-        *(pytest.param((k, k), marks=pytest.mark.slow) for k in ("gather", "mixed")),
-    ],
-)
+@pytest.mark.parametrize("kinds", ORDERS)
 def test_explorer_two_messages_one_peer_group(kinds: Kinds) -> None:
     """Every history of two messages in one peer group keeps the invariants."""
     assert Explorer(kinds, peer_groups=1).run().states > 600
@@ -84,14 +83,7 @@ def test_explorer_mixed_before_gather_two_peer_groups() -> None:
     assert Explorer(("mixed", "gather"), islands=2, changes=1, late="island").run().states > 2800
 
 
-@pytest.mark.parametrize(
-    "kinds",
-    [
-        ("gather", "mixed"),
-        ("mixed", "gather"),
-        *(pytest.param((k, k), marks=pytest.mark.slow) for k in ("gather", "mixed")),
-    ],
-)
+@pytest.mark.parametrize("kinds", ORDERS)
 def test_explorer_two_late_messages_one_peer_group(kinds: Kinds) -> None:
     """Every history of two messages that each rank launches at any time keeps the invariants."""
     assert Explorer(kinds, peer_groups=1, late="rank", idle=False).run().states > 300
@@ -99,15 +91,12 @@ def test_explorer_two_late_messages_one_peer_group(kinds: Kinds) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "kinds, states",
-    [
-        (("gather", "gather"), 24000),
-        (("gather", "mixed"), 129000),
-        (("mixed", "gather"), 45000),
-        (("mixed", "mixed"), 181000),
-    ],
-)
+@pytest.mark.parametrize("kinds, states", [
+    (("gather", "gather"), 24000),
+    (("gather", "mixed"), 129000),
+    (("mixed", "gather"), 45000),
+    (("mixed", "mixed"), 181000),
+])  # fmt: skip
 def test_explorer_two_messages_two_peer_groups(kinds: Kinds, states: int) -> None:
     """Every history of two messages in two peer groups keeps the invariants."""
     assert Explorer(kinds, idle=False).run().states > states
@@ -133,18 +122,14 @@ def test_explorer_endings_are_those_of_every_order(kind: Kind, changes: int) -> 
     """
     every = Everything((kind,), 2, 1, changes).run()
     few = Explorer((kind,), 2, 1, changes, late="rank").run()
-    assert (
-        renamed(every.endings, 2) == renamed({kept for kept, _ in few.endings}, 2)
-        and every.worlds > 3 * few.states
-    )
+    assert renamed(every.endings, 2) == renamed({kept for kept, _ in few.endings}, 2)
+    assert every.worlds > 3 * few.states
 
 
 # ---- a join beside a slow store ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "islands", [1, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
-)
+@pytest.mark.parametrize("islands", [1, pytest.param(2, marks=SLOW)])
 @pytest.mark.parametrize("kind", ["gather", "mixed"])
 def test_explorer_join_confirmed_at_any_time(kind: Kind, islands: int) -> None:
     """The store's confirmation of a join, its answer and every look at the record may come after
@@ -220,31 +205,32 @@ it."""
 
 
 LATE: dict[type, tuple[Kinds, dict[str, Any], str]] = {
-    mutants.LeavesLateOut: (
-        ("gather",),
-        {"late": "island", "peer_groups": 1, "unchecked": frozenset({"launch"})},
-        "I4",
-    ),
+    mutants.LeavesLateOut: (("gather",),
+        {"late": "island", "peer_groups": 1, "unchecked": frozenset({"launch"})}, "I4"),
     mutants.BeginsAgain: (("mixed", "gather"), {"islands": 2}, "I2"),
-}
+}  # fmt: skip
 """Mutants that only these dimensions find: messages, what is explored, and what finds it."""
+
+
+def found_by(name: str, explore: Callable[[], Any]) -> None:
+    """Exploring breaks this invariant."""
+    with pytest.raises(Violation) as found:
+        explore()
+    assert found.value.name == name
 
 
 @pytest.mark.parametrize("mutant", LATE)
 def test_explorer_finds_mutants_of_late_launches_and_order(mutant: Any) -> None:
     """Late launches, and a mixed message before a gather, find the mutants that need them."""
     kinds, options, name = LATE[mutant]
-    with pytest.raises(Violation) as found:
-        Explorer(kinds, changes=1, machine=mutant, **options).run()
-    assert found.value.name == name
+    found_by(name, lambda: Explorer(kinds, changes=1, machine=mutant, **options).run())
 
 
 def test_explorer_without_late_launches_misses_these_mutants() -> None:
     """The mutants of `LATE` pass where their dimension is left out: it is needed."""
     Explorer(("gather",), peer_groups=1, changes=1, machine=mutants.LeavesLateOut).run()
-    Explorer(
-        ("gather", "mixed"), islands=2, peer_groups=1, changes=1, machine=mutants.BeginsAgain
-    ).run()
+    of_two = {"islands": 2, "peer_groups": 1, "changes": 1, "machine": mutants.BeginsAgain}
+    Explorer(("gather", "mixed"), **of_two).run()
 
 
 @pytest.mark.parametrize("mutant, kind, peer_groups, name, unchecked", FOUND)
@@ -252,15 +238,8 @@ def test_explorer_finds_mutants(
     mutant: Any, kind: Kind, peer_groups: int, name: str, unchecked: set[str]
 ) -> None:
     """The explorer finds each mutant by the invariant that it breaks."""
-    with pytest.raises(Violation) as found:
-        Explorer(
-            (kind,),
-            peer_groups=peer_groups,
-            changes=1,
-            machine=mutant,
-            unchecked=frozenset(unchecked),
-        ).run()
-    assert found.value.name == name
+    how = {"peer_groups": peer_groups, "changes": 1, "unchecked": frozenset(unchecked)}
+    found_by(name, lambda: Explorer((kind,), machine=mutant, **how).run())
 
 
 def test_explorer_covers_all_mutants() -> None:
@@ -272,14 +251,12 @@ def test_explorer_covers_all_mutants() -> None:
 
 def test_explorer_finds_a_donor_that_skips_the_store() -> None:
     """A donor that does not wait for the store's answer breaks its promise."""
-    with pytest.raises(Violation) as found:
-        _joins(("gather",) * 2, 1, machine=mutants.WaitsForNoStore)
-    assert found.value.name == "promise"
+    machine = mutants.WaitsForNoStore
+    found_by("promise", lambda: _joins(("gather",) * 2, 1, machine=machine))
 
 
 def test_explorer_finds_members_that_ask_newcomers() -> None:
     """Members that ask a newcomer before it has begun wait for ever."""
-    with pytest.raises(Violation) as found:
-        _joins(("gather",) * 3, 1, questions=frozenset([1]), machine=mutants.AsksNewcomers)
-    assert found.value.name == "stuck"
+    machine, asked = mutants.AsksNewcomers, frozenset([1])
+    found_by("stuck", lambda: _joins(("gather",) * 3, 1, questions=asked, machine=machine))
     _joins(("gather",) * 3, 1, machine=mutants.AsksNewcomers)

@@ -11,6 +11,7 @@ import pytest
 from fsdp_demo.membership import protocol_events
 
 from ..support.elastic import Islands, agree, descriptors, exchanged
+from ..support.inside import in_ranks
 
 CHANGES = 100
 WARM = 10
@@ -36,54 +37,48 @@ def settled_at(most: tuple[int, int, int]) -> tuple[int, int, int]:
 
 
 @pytest.mark.slow
-def test_membership_changes_leak_no_descriptor_or_thread(run_ranks) -> None:
+@in_ranks(1, 1, timeout=280)
+def test_membership_changes_leak_no_descriptor_or_thread() -> None:
     """A hundred changes of members leave no descriptor and no thread. Three islands freeze, report,
     write a record and adopt it, again and again; messages pass between.
     """
+    here, found = Islands(3), list[tuple[int, int, int]]()
 
-    def run() -> Any:
-        here, found = Islands(3), list[tuple[int, int, int]]()
+    def fn(line: Any) -> Any:
+        out, driver = [], line._driver
+        for n in range(CHANGES):
+            view, before = driver.machine.record.view, driver.changes
+            out.append(exchanged(line, n))
+            line.wait_stable(20)
+            if line.slot == n % 3:
+                driver.do(lambda view=view: driver._step(protocol_events.FrozenHeard(view)))
+            while driver.changes == before:
+                time.sleep(0.01)
+            if line.slot == 0 and n == WARM:
+                found.append(counts())
+        if line.slot == 0:
+            found.append(settled_at(found[0]))
+        assert driver.changes >= CHANGES
+        return out
 
-        def fn(line: Any) -> Any:
-            out, driver = [], line._driver
-            for n in range(CHANGES):
-                view, before = driver.machine.record.view, driver.changes
-                out.append(exchanged(line, n))
-                line.wait_stable(20)
-                if line.slot == n % 3:
-                    driver.do(lambda view=view: driver._step(protocol_events.FrozenHeard(view)))
-                while driver.changes == before:
-                    time.sleep(0.01)
-                if line.slot == 0 and n == WARM:
-                    found.append(counts())
-            if line.slot == 0:
-                found.append(settled_at(found[0]))
-            assert driver.changes >= CHANGES
-            return out
-
-        here.run(fn, 250)
-        assert agree(here.survivors()) == [(0, 1, 2)] * CHANGES
-        return found
-
-    warm, after = run_ranks(lambda me: run(), 1, 1, timeout=280)[0]
+    here.run(fn, 250)
+    assert agree(here.survivors()) == [(0, 1, 2)] * CHANGES
+    warm, after = found
     assert all(now <= then for now, then in zip(after, warm, strict=True)), (warm, after)
 
 
 @pytest.mark.slow
-def test_lost_islands_leak_no_descriptor_or_thread(run_ranks) -> None:
+@in_ranks(1, 1, timeout=280)
+def test_lost_islands_leak_no_descriptor_or_thread() -> None:
     """Fifty lost islands leave no descriptor and no thread. One of three is killed in the middle of
     a message; then the others part: a hundred ends of a member.
     """
-
-    def run() -> Any:
-        found: list[tuple[int, int, int]] = []
-        for k in range(CHANGES // 2):
-            here = Islands(3)
-            here.kill_at_frame(1 + k % 12, (k % 3, 0))
-            here.run(lambda line: [exchanged(line, n) for n in range(4)])
-            agree(here.survivors(k % 3))
-            found.append(counts() if k < 3 else settled_at(found[2]))
-        return found[2], found[-1]
-
-    warm, after = run_ranks(lambda me: run(), 1, 1, timeout=280)[0]
+    found: list[tuple[int, int, int]] = []
+    for k in range(CHANGES // 2):
+        here = Islands(3)
+        here.kill_at_frame(1 + k % 12, (k % 3, 0))
+        here.run(lambda line: [exchanged(line, n) for n in range(4)])
+        agree(here.survivors(k % 3))
+        found.append(counts() if k < 3 else settled_at(found[2]))
+    warm, after = found[2], found[-1]
     assert all(now <= then for now, then in zip(after, warm, strict=True)), (warm, after)

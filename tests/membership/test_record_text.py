@@ -41,37 +41,18 @@ kinds = st.sampled_from(["gather", "mixed"])
 def records(draw: st.DrawFn) -> Record:
     who = tuple(sorted(draw(st.lists(members, min_size=1, max_size=6, unique_by=lambda m: m.slot))))
     base = draw(st.lists(number, min_size=len(who), max_size=len(who)))
-    settlements = st.lists(st.builds(Settlement, number, several, number, several), max_size=3).map(
-        tuple
-    )
-    forwards = st.lists(
-        st.builds(Forward, st.integers(0, 8), number, pieces, members, several), max_size=3
-    ).map(tuple)
+    settled = st.builds(Settlement, number, several, number, several)
+    forwarded = st.builds(Forward, st.integers(0, 8), number, pieces, members, several)
+    settlements, forwards = (st.lists(x, max_size=3).map(tuple) for x in (settled, forwarded))
     history = st.text(st.characters(exclude_categories=("Cs",)), max_size=16)
-    return Record(
-        draw(number),
-        draw(number),
-        who,
-        tuple(base),
-        draw(settlements),
-        draw(forwards),
-        draw(number),
-        draw(history),
-    )
+    parts = (settlements, forwards, number, history)
+    return Record(draw(number), draw(number), who, tuple(base), *map(draw, parts))
 
 
+held = st.builds(HeldMessage, number, kinds, st.booleans(), st.frozensets(pieces, max_size=4))
 reports = st.builds(
-    Report,
-    number,
-    members,
-    st.integers(0, 8),
-    several.map(frozenset),
-    number,
-    st.lists(
-        st.builds(HeldMessage, number, kinds, st.booleans(), st.frozensets(pieces, max_size=4)),
-        max_size=3,
-    ).map(tuple),
-    st.booleans(),
+    *(Report, number, members, st.integers(0, 8), several.map(frozenset), number),
+    *(st.lists(held, max_size=3).map(tuple), st.booleans()),
 )
 
 
@@ -103,75 +84,49 @@ def test_report_torn_is_refused(report: Report, data: st.DataObject) -> None:
 
 
 RECORD = json.loads(record_text(first_record([Member(0), Member(1)])))
-REPORT = json.loads(
-    to_json(
-        Report(
-            0,
-            Member(0),
-            0,
-            frozenset([Member(0)]),
-            3,
-            (HeldMessage(3, "gather", False, frozenset()),),
-        )
-    )
-)
+HELD = (HeldMessage(3, "gather", False, frozenset()),)
+REPORT = json.loads(to_json(Report(0, Member(0), 0, frozenset([Member(0)]), 3, HELD)))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "null",
-        "7",
-        '"epoch"',
-        "[" * 5000,
-        json.dumps({k: v for k, v in RECORD.items() if k != "base"}),
-        json.dumps({**RECORD, "epoch": "later"}),
-        json.dumps({**RECORD, "epoch": float("inf")}),
-        json.dumps({**RECORD, "base": [0]}),
-        json.dumps({**RECORD, "members": "0"}),
-        json.dumps({**RECORD, "members": ""}),
-        json.dumps({**RECORD, "members": "-1"}),
-        json.dumps({**RECORD, "members": "7"}),
-        json.dumps({**RECORD, "members": "f" * 100_000}),
-        json.dumps({**RECORD, "members": 3}),
-        json.dumps({**RECORD, "who": [[0, 0], [0, 1]]}),
-        json.dumps({**RECORD, "who": [[1, 0], [0, 0]]}),
-        json.dumps({**RECORD, "who": [[0, 0], [0, 0]]}),
-        json.dumps({**RECORD, "who": [[0, 0], 1]}),
-        json.dumps({**RECORD, "who": [[], []]}),
-        json.dumps({**RECORD, "who": [[n, 0] for n in range(MOST + 1)]}),
-        json.dumps({**RECORD, "settlements": [[1, "1"]]}),
-        json.dumps({**RECORD, "pieces": [["body", "ab", 0]]}),
-        json.dumps({**RECORD, "pieces": [["body", 2, 0]]}),
-        json.dumps({**RECORD, "pieces": [["body", -1, 0]]}),
-        json.dumps({**RECORD, "pieces": [["soul", 0, 0]]}),
-        json.dumps({**RECORD, "forwards": [[0, 1, [[0, 0, "2"]]]]}),
-        json.dumps({**RECORD, "pieces": [["body", 0, 0]], "forwards": [[0, 1, [[0, 0, "4"]]]]}),
-    ],
-)
+@pytest.mark.parametrize("text", [
+    *("", "[]", "null", "7", '"epoch"', "[" * 5000),
+    json.dumps({k: v for k, v in RECORD.items() if k != "base"}),
+    *(json.dumps({**RECORD, **wrong}) for wrong in (
+        *({"epoch": wrong} for wrong in ("later", float("inf"))),
+        {"base": [0]},
+        *({"members": wrong} for wrong in ("0", "", "-1", "7", "f" * 100_000, 3)),
+        {"who": [[0, 0], [0, 1]]},
+        {"who": [[1, 0], [0, 0]]},
+        {"who": [[0, 0], [0, 0]]},
+        {"who": [[0, 0], 1]},
+        {"who": [[], []]},
+        {"who": [[n, 0] for n in range(MOST + 1)]},
+        {"settlements": [[1, "1"]]},
+        {"pieces": [["body", "ab", 0]]},
+        {"pieces": [["body", 2, 0]]},
+        {"pieces": [["body", -1, 0]]},
+        {"pieces": [["soul", 0, 0]]},
+        {"forwards": [[0, 1, [[0, 0, "2"]]]]},
+        {"pieces": [["body", 0, 0]], "forwards": [[0, 1, [[0, 0, "4"]]]]},
+    )),
+])  # fmt: skip
 def test_record_malformed_is_refused(text: str) -> None:
     """Text that is no record is refused with its name."""
     with pytest.raises(ValueError, match="a record in the store cannot be read"):
         read_record(text)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{}",
-        "null",
-        "[" * 5000,
-        json.dumps(REPORT[:5]),
-        json.dumps([*REPORT, 0]),
-        json.dumps([float("inf"), *REPORT[1:]]),
-        json.dumps([0, "ab", *REPORT[2:]]),
-        json.dumps([*REPORT[:5], [[3, "gossip", False, []]], True]),
-        json.dumps([*REPORT[:5], [[3, "gather", False, [["body", []]]]], True]),
-    ],
-)
+@pytest.mark.parametrize("text", [
+    *("", "{}", "null", "[" * 5000),
+    *map(json.dumps, (
+        REPORT[:5],
+        [*REPORT, 0],
+        [float("inf"), *REPORT[1:]],
+        [0, "ab", *REPORT[2:]],
+        [*REPORT[:5], [[3, "gossip", False, []]], True],
+        [*REPORT[:5], [[3, "gather", False, [["body", []]]]], True],
+    )),
+])  # fmt: skip
 def test_report_malformed_is_refused(text: str) -> None:
     """Text that is no report is refused with its name."""
     with pytest.raises(ValueError, match="a report in the store cannot be read"):
@@ -185,25 +140,14 @@ def large(kind: Kind) -> Record:
     generator, members, ranks = random.Random(0), [Member(slot, slot % 3) for slot in range(64)], 64
     old = first_record(members)
     pieces = {n: sorted(needed(kind, old.settlement(n))) for n in range(100, 104)}
-    reports = {}
-    for m in members:
-        if m.slot != 5:
-            reports[m] = tuple(
-                Report(
-                    0,
-                    m,
-                    rank,
-                    frozenset(members) - {members[5]},
-                    100,
-                    tuple(
-                        HeldMessage(
-                            n, kind, False, frozenset(generator.sample(found, len(found) // 2))
-                        )
-                        for n, found in pieces.items()
-                    ),
-                )
-                for rank in range(ranks)
-            )
+    heard = frozenset(members) - {members[5]}
+
+    def report(m: Member, rank: int) -> Report:
+        half = {n: frozenset(generator.sample(of, len(of) // 2)) for n, of in pieces.items()}
+        held = (HeldMessage(n, kind, False, found) for n, found in half.items())
+        return Report(0, m, rank, heard, 100, tuple(held))
+
+    reports = {m: tuple(report(m, rank) for rank in range(ranks)) for m in members if m.slot != 5}
     return propose(old, reports)
 
 
@@ -222,12 +166,6 @@ def test_report_of_64_islands_is_short() -> None:
     """The report of a rank among 64 islands takes at most 16 KiB."""
     members = [Member(slot) for slot in range(64)]
     pieces = needed("mixed", first_record(members).settlement(0))
-    report = Report(
-        9,
-        members[0],
-        63,
-        frozenset(members),
-        100,
-        tuple(HeldMessage(n, "mixed", False, pieces) for n in range(100, 104)),
-    )
+    held = tuple(HeldMessage(n, "mixed", False, pieces) for n in range(100, 104))
+    report = Report(9, members[0], 63, frozenset(members), 100, held)
     assert len(to_json(report)) <= 1 << 14 and read(to_json(report)) == report

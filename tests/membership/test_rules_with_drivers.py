@@ -28,8 +28,8 @@ from fsdp_demo.peers.header import NORM, NOT_FINITE, PAYLOAD, QUESTION
 
 from ..support.cases import named
 from ..support.elastic import Islands, exchanged
+from ..support.inside import in_a_process
 from ..support.sealed import shares
-from ..support.threaded import alone
 
 B, C = Member(1), Member(2)
 DEAD, MEETING = 10.0, 600.0
@@ -57,26 +57,22 @@ def questions(line: Any) -> list[tuple[tuple[int, ...], list[float]]]:
     return out
 
 
-def test_one_answer_is_of_the_same_islands_everywhere(run_ranks) -> None:
+@in_a_process
+def test_one_answer_is_of_the_same_islands_everywhere() -> None:
     """The answer to a question is of the same islands everywhere. One of three is killed at a piece
     of a question; nobody has the mean of three where another has that of two.
     """
-
-    def run() -> None:
-        for k in (0, 5, 9):
-            with named(f"piece {k}"):
-                three = Islands(3)
-                three.kill_at_frame(k, (2, 0))
-                three.run(questions)
-                one, two = three.survivors(2)
-                assert one == two and one[-1][0] == (0, 1)
-
-    alone(run_ranks, run)
+    for k in (0, 5, 9):
+        with named(f"piece {k}"):
+            three = Islands(3)
+            three.kill_at_frame(k, (2, 0))
+            three.run(questions)
+            one, two = three.survivors(2)
+            assert one == two and one[-1][0] == (0, 1)
 
 
-def test_one_judgement_follows_from_the_headers_as_sent(
-    run_ranks,
-) -> None:
+@in_a_process
+def test_one_judgement_follows_from_the_headers_as_sent() -> None:
     """Contributions are left out by the headers as they were sent. Island 2 says that it is not
     finite, and dies at a piece of the message; whoever takes part, all decide from the same
     headers.
@@ -102,18 +98,15 @@ def test_one_judgement_follows_from_the_headers_as_sent(
             out.append((line.slots, list(seen), [(h.flags, h.weight) for h in arrived.headers]))
         return out
 
-    def run() -> None:
-        for k in (0, 3, 6):
-            with named(f"piece {k}"):
-                three = Islands(3)
-                three.kill_at_frame(k, (2, 0))
-                three.run(told)
-                one, two = three.survivors(2)
-                assert one == two and all(
-                    seen == heads and len(heads) == len(slots) for slots, seen, heads in one
-                )
-
-    alone(run_ranks, run)
+    for k in (0, 3, 6):
+        with named(f"piece {k}"):
+            three = Islands(3)
+            three.kill_at_frame(k, (2, 0))
+            three.run(told)
+            one, two = three.survivors(2)
+            assert one == two and all(
+                seen == heads and len(heads) == len(slots) for slots, seen, heads in one
+            )
 
 
 # ---- beats and progress ------------------------------------------------------------------------
@@ -167,38 +160,33 @@ def test_beats_of_training_quiet_by_another_ranks_word() -> None:
 
 
 @pytest.mark.slow
-def test_beats_of_training_come_from_a_thread_of_every_rank(
-    run_ranks,
-) -> None:
+@in_a_process
+def test_beats_of_training_come_from_a_thread_of_every_rank() -> None:
     """Beats come from a thread of the training process, and of every rank. Training threads may be
     busy for longer than ISLAND_DEAD; one rank whose own thread stands still is lost, with its
     island.
     """
+    here = Islands(3, 2, dead=3.0)
+    names = {t.name for t in threading.enumerate()}
 
-    def run() -> None:
-        here = Islands(3, 2, dead=3.0)
-        names = {t.name for t in threading.enumerate()}
+    def fn(line: Any) -> Any:
+        rank = line._driver.machine.rank
+        assert line._driver._poller.thread in threading.enumerate() and "network" not in names
+        out = []
+        for n in range(4):
+            if n == 1:
+                time.sleep(5.0)  # nobody trains
+                assert line.alive == (0, 1, 2)
+            if n == 2 and (line.slot, rank) == (1, 1):
+                line._driver.do(lambda: time.sleep(8.0))
+            out.append(exchanged(line, n)[0])
+        return out
 
-        def fn(line: Any) -> Any:
-            rank = line._driver.machine.rank
-            assert line._driver._poller.thread in threading.enumerate() and "network" not in names
-            out = []
-            for n in range(4):
-                if n == 1:
-                    time.sleep(5.0)  # nobody trains
-                    assert line.alive == (0, 1, 2)
-                if n == 2 and (line.slot, rank) == (1, 1):
-                    line._driver.do(lambda: time.sleep(8.0))
-                out.append(exchanged(line, n)[0])
-            return out
-
-        here.run(fn, 60.0)
-        found = here.survivors(1)
-        assert len(found) == 4 and all(slots == found[0] for slots in found)
-        assert found[0][1] == (0, 1, 2) and found[0][3] == (0, 2)
-        assert isinstance(here.results[1, 0], PeerLost) and isinstance(here.results[1, 1], PeerLost)
-
-    alone(run_ranks, run)
+    here.run(fn, 60.0)
+    found = here.survivors(1)
+    assert len(found) == 4 and all(slots == found[0] for slots in found)
+    assert found[0][1] == (0, 1, 2) and found[0][3] == (0, 2)
+    assert isinstance(here.results[1, 0], PeerLost) and isinstance(here.results[1, 1], PeerLost)
 
 
 def test_slow_waits_until_the_stall_limit() -> None:
@@ -221,24 +209,21 @@ def test_slow_waits_until_the_stall_limit() -> None:
     assert here.behind(1401.0)[1] == 1.0, "who was stopped judges nobody by the time that it slept"
 
 
-def test_slow_waits_and_no_round_is_missed(run_ranks) -> None:
+@in_a_process
+def test_slow_waits_and_no_round_is_missed() -> None:
     """An island that is behind the others by longer than ISLAND_DEAD is in every message."""
+    here = Islands(3, dead=1.5)
 
-    def run() -> None:
-        here = Islands(3, dead=1.5)
+    def fn(line: Any) -> Any:
+        out = []
+        for n in range(4):
+            if line.slot == 1 and n == 1:
+                time.sleep(2.0)
+            out.append(exchanged(line, n)[0])
+        return out
 
-        def fn(line: Any) -> Any:
-            out = []
-            for n in range(4):
-                if line.slot == 1 and n == 1:
-                    time.sleep(2.0)
-                out.append(exchanged(line, n)[0])
-            return out
-
-        here.run(fn)
-        assert here.survivors() == [[(0, 1, 2)] * 4] * 3
-
-    alone(run_ranks, run)
+    here.run(fn)
+    assert here.survivors() == [[(0, 1, 2)] * 4] * 3
 
 
 # ---- sums --------------------------------------------------------------------------------------
@@ -271,36 +256,31 @@ def equal(headers: Any) -> list[list[float]]:
     return [[1.0] * len(headers)]
 
 
-def test_delivered_stays_sums_over_replicas_are_exact(run_ranks) -> None:
+@in_a_process
+def test_delivered_stays_sums_over_replicas_are_exact() -> None:
     """Sums over the replicas are exact when two of four islands die at once: means of 4 and of 2
     whole numbers are exact. Accumulators + what counted = what was added; what was applied =
     what counted, over all that took part; nothing is undone.
     """
-
-    def run() -> None:
-        for k in (4, 9, 17, 26):
-            with named(f"piece {k}"):
-                four = Islands(4)
-                four.kill_at_frame(k, (1, 0), (3, 0))
-                four.run(accumulates)
-                one, two = four.survivors(1, 3)
-                slots = [of for of, _ in one[2]]
-                assert slots == [of for of, _ in two[2]] and slots[-1] == (0, 2)
-                assert torch.equal(one[1], two[1])
-                if any(len(of) == 3 for of in slots):
-                    # the other one was lost a message later: a third of a whole number is not exact
-                    continue
-                for slot, (accumulator, _, counted) in zip((0, 2), (one, two), strict=True):
-                    added = sum((steps_of(slot, n) for n in range(8)), torch.zeros(9000))
-                    assert torch.equal(accumulator + sum(sent for _, sent in counted), added)
-                assert torch.equal(
-                    one[1],
-                    sum(
-                        (sent_by(s, n) for n, of in enumerate(slots) for s in of), torch.zeros(9000)
-                    ),
-                )
-
-    alone(run_ranks, run)
+    for k in (4, 9, 17, 26):
+        with named(f"piece {k}"):
+            four = Islands(4)
+            four.kill_at_frame(k, (1, 0), (3, 0))
+            four.run(accumulates)
+            one, two = four.survivors(1, 3)
+            slots = [of for of, _ in one[2]]
+            assert slots == [of for of, _ in two[2]] and slots[-1] == (0, 2)
+            assert torch.equal(one[1], two[1])
+            if any(len(of) == 3 for of in slots):
+                # the other one was lost a message later: a third of a whole number is not exact
+                continue
+            for slot, (accumulator, _, counted) in zip((0, 2), (one, two), strict=True):
+                added = sum((steps_of(slot, n) for n in range(8)), torch.zeros(9000))
+                assert torch.equal(accumulator + sum(sent for _, sent in counted), added)
+            assert torch.equal(
+                one[1],
+                sum((sent_by(s, n) for n, of in enumerate(slots) for s in of), torch.zeros(9000)),
+            )
 
 
 def sent_by(slot: int, n: int) -> Tensor:
@@ -318,9 +298,7 @@ def sent_by(slot: int, n: int) -> Tensor:
 
 
 @pytest.mark.parametrize("code", sorted(FORMATS))
-def test_coded_for_fewer_islands_to_the_same_values(
-    code: str,
-) -> None:
+def test_coded_for_fewer_islands_to_the_same_values(code: str) -> None:
     """A vector is coded to the same values among fewer islands. A message that is repeated is cut
     into other parts: what was subtracted from the accumulator stays what the others receive.
     """
@@ -336,8 +314,6 @@ def test_coded_for_fewer_islands_to_the_same_values(
 def received(code: str, v: Tensor, size: int) -> Tensor:
     """What `size` islands decode of the shares of one vector, put together."""
     parts = zip(
-        shares([(v, code)], size),
-        collectives.legs([(v.numel(), code)], size)[0],
-        strict=True,
+        shares([(v, code)], size), collectives.legs([(v.numel(), code)], size)[0], strict=True
     )
     return torch.cat([dense.decode(code, share, span[0][0]) for share, span in parts])

@@ -24,6 +24,7 @@ from fsdp_demo.exchange.message import pack_bits, unpack_bits
 from fsdp_demo.peers import header as frame
 
 from ..support import threaded
+from ..support.inside import in_ranks
 from ..support.sealed import seal, unseal
 from ..support.sections import decode_sparse
 from ..support.threaded import Tap, values
@@ -63,9 +64,8 @@ def fixed() -> torch.Tensor:
     v = (((g * g * 31 + g * 7) % 4093 - 2046) ** 3).float() / 2**24
     slots, numbers = (LAYOUT.blocks(t).view(-1, 64, 64) for t in (work, v))
     for group in LAYOUT.groups:
-        slots[group.start : group.stop, : group.r, : group.s] = numbers[
-            group.start : group.stop, : group.r, : group.s
-        ]
+        at = slice(group.start, group.stop), slice(group.r), slice(group.s)
+        slots[at] = numbers[at]
     LAYOUT.dense_part(work).copy_(LAYOUT.dense_part(v))
     flat = LAYOUT.blocks(work)[4].zero_()
     flat[100] = -2.5  # one value and ties of zeros: the lowest positions fill up
@@ -74,19 +74,12 @@ def fixed() -> torch.Tensor:
 
 def test_header_golden_bytes() -> None:
     """The bytes of a header are frozen."""
-    message = seal(
-        frame.Header(DIGEST, STEP, 1.5, 2.25, frame.STOP, total=2**64 - 2, number=9, rate=28976),
-        uint8(b"\x01\x02\x03\xff"),
-    )
+    head = frame.Header(DIGEST, STEP, 1.5, 2.25, frame.STOP, total=2**64 - 2, number=9, rate=28976)
+    message = seal(head, uint8(b"\x01\x02\x03\xff"))
     assert bytes(message.tolist()).hex() == HEADER
     header, body = unseal(message, frame.Header(DIGEST, STEP, number=9), "a")
-    assert (header.flags, header.weight, header.loss, header.rate, body.tolist()) == (
-        1,
-        1.5,
-        2.25,
-        28976,
-        [1, 2, 3, 255],
-    )
+    assert (header.flags, header.weight, header.loss, header.rate) == (1, 1.5, 2.25, 28976)
+    assert body.tolist() == [1, 2, 3, 255]
     assert bytes(seal(frame.Header(0xFEDCBA9876543210, 0), uint8(b"")).tolist()).hex() == EMPTY
 
 
@@ -143,19 +136,8 @@ def test_pack_bits_reads_back(bits: list[bool]) -> None:
 
 
 SHAPES = [
-    (),
-    (0,),
-    (0, 70),
-    (1,),
-    (5, 3),
-    (64, 64),
-    (65, 63),
-    (124, 122),
-    (4097,),
-    (4096,),
-    (131, 70),
-    (3, 5, 300),
-    (2, 64, 64),
+    *((), (0,), (0, 70), (1,), (5, 3), (64, 64), (65, 63), (124, 122), (4097,), (4096,)),
+    *((131, 70), (3, 5, 300), (2, 64, 64)),
 ]
 
 
@@ -168,11 +150,8 @@ def test_sparse_bytes_is_the_real_length(
     tensors.
     """
     kinds = [data.draw(st.sampled_from(["transform", "plain", "dense"])) for _ in tensors]
-    k, code = (
-        data.draw(st.sampled_from([1, 2, 3, 32, 33, 4095, 4096])),
-        data.draw(st.sampled_from(["fp32", "bf16", "int8"])),
-    )
-    codec = Codec("none", "topk", k, code)
+    k = data.draw(st.sampled_from([1, 2, 3, 32, 33, 4095, 4096]))
+    codec = Codec("none", "topk", k, data.draw(st.sampled_from(["fp32", "bf16", "int8"])))
     active_copies = data.draw(st.integers(1, 3))
     for active_copy in range(active_copies):
         layout = Layout(tensors, kinds, active_copy, active_copies)
@@ -180,24 +159,17 @@ def test_sparse_bytes_is_the_real_length(
         coded = sparse.encode_sparse(layout, codec, work)
         assert coded.dtype == torch.uint8 and coded.numel() == sparse.sparse_bytes(layout, codec)
         positions, found, dense = decode_sparse(layout, codec, coded)
-        assert (
-            positions.numel() == found.numel() == positions.unique().numel()
-            and dense.numel() == layout.num_dense
-        )
+        assert positions.numel() == found.numel() == positions.unique().numel()
+        assert dense.numel() == layout.num_dense
         assert bool((work[positions] != 0).logical_or(found == 0).all())
 
 
 def test_header_at_step_counts_from_one() -> None:
     """A header within a step says in words the step that is under way, another the steps done."""
-    inside, between, end = (
-        frame.Header(0, 4, kind=kind, flags=flags)
-        for kind, flags in (
-            (frame.PAYLOAD, 0),
-            (frame.PARAMETERS, 0),
-            (frame.PAYLOAD, frame.ENDING),
-        )
-    )
-    assert [h.at_step for h in (inside, between, end)] == [5, 4, 4]
+    kinds = ((frame.PAYLOAD, 0), (frame.PARAMETERS, 0), (frame.PAYLOAD, frame.ENDING))
+    headers = [frame.Header(0, 4, kind=kind, flags=flags) for kind, flags in kinds]
+    inside, between, end = headers
+    assert [h.at_step for h in headers] == [5, 4, 4]
     assert (inside.when, end.when) == ("is at step 5", "finished at step 4")
 
 
@@ -251,32 +223,17 @@ def test_header_refuses_what_differs_with_both_values() -> None:
 
 # ---- the same through a real exchange of two islands -------------------------------------------
 
-SMALL = {"topk": 2, "clip": None}
+SMALL = {"topk": 2, "clip": None, "transform": True, "period": 2, "inner_optimizers": "as_is"}
 CONFIGS = {
-    "demo": preset("demo", **SMALL),
-    "consensus": preset(
-        "decoupled_momentum", transform=True, period=2, inner_optimizers="as_is", **SMALL
-    ),
-    "released": preset(
-        "decoupled_momentum",
-        transform=True,
-        rule="released",
-        period=2,
-        inner_optimizers="as_is",
-        **SMALL,
-    ),
+    "demo": preset("demo", topk=2, clip=None),
+    "consensus": preset("decoupled_momentum", **SMALL),
+    "released": preset("decoupled_momentum", rule="released", **SMALL),
     "diloco": preset("diloco", period=2, inner_optimizers="as_is", clip=None),
     "full": preset("full"),
 }
 
 
-def refused(
-    config: fsdp_demo.ExchangeConfig,
-    change: Any,
-    sends: int = 0,
-    steps: int = 2,
-    kind: type = WireError,
-) -> str:
+def refused(config: Any, change: Any, sends: int = 0, steps: int = 2, kind: Any = WireError) -> str:
     """Train `steps` steps, then one exchange in which island 1's message number `sends` is changed
     on its way.
 
@@ -292,9 +249,8 @@ def refused(
 
         def step(t: int) -> None:
             for k, p in enumerate((w, b)):
-                p.grad = torch.randn(
-                    p.shape, generator=torch.Generator().manual_seed(100 * t + 10 * i + k)
-                )
+                generator = torch.Generator().manual_seed(100 * t + 10 * i + k)
+                p.grad = torch.randn(p.shape, generator=generator)
             optimizer.step()
 
         for t in range(steps):
@@ -313,18 +269,14 @@ def refused(
                 return str(error)
             assert type(error) is kind, error
             # the inner step is the island's own, and was taken
-            if not config.channels[0].before_step:
-                params = [p - 0.25 * p.grad for p in params_with_grads(params, (w, b))]
+            taken = 0.0 if config.channels[0].before_step else 0.25
             for p, old in zip((w, b), params, strict=True):
-                assert torch.equal(p.detach(), old)
+                assert torch.equal(p.detach(), old - taken * p.grad)
             state = exchange.state_dict()
             # what was sent stays, to be sent once more; nothing of what came was applied
             (flight,) = state["in_flight"]
-            assert (
-                flight["step"] == now
-                and flight["arrived"] is None
-                and set(flight["parts"]) == {channel.channel.name}
-            )
+            assert flight["step"] == now and flight["arrived"] is None
+            assert set(flight["parts"]) == {channel.channel.name}
             for k, old in kept.items():
                 assert k == "accumulator" or torch.equal(channel.state().workspaces[k], old)
             with pytest.raises(fsdp_demo.PeerLost, match="failed before"):
@@ -342,14 +294,6 @@ def refused(
     return first
 
 
-def params_with_grads(
-    old: list[torch.Tensor], now: tuple[torch.nn.Parameter, ...]
-) -> list[torch.Tensor]:
-    for p, q in zip(old, now, strict=True):
-        p.grad = q.grad
-    return old
-
-
 def flip(at: int, bit: int = 0) -> Any:
     def change(data: torch.Tensor, step: int) -> torch.Tensor:
         torn = data.clone()
@@ -363,44 +307,34 @@ def reheaded(digest: int = 0, step: int = 0) -> Any:
     """The same body under a header that differs from the right one by these numbers."""
 
     def change(data: torch.Tensor, now: int) -> torch.Tensor:
-        _, _, kind, flags, its, at, number, _, total, weight, loss, *_ = frame.HEADER.unpack(
-            bytes(data[:56].tolist())
-        )
+        fields = frame.HEADER.unpack(bytes(data[:56].tolist()))
+        _, _, kind, flags, its, at, number, _, total, weight, loss, *_ = fields
         assert at == now
-        return seal(
-            frame.Header(its ^ digest, at + step, weight, loss, flags, kind, total, number),
-            data[56:],
-        )
+        like = (weight, loss, flags, kind, total, number)
+        return seal(frame.Header(its ^ digest, at + step, *like), data[56:])
 
     return change
 
 
 @pytest.mark.timeout(120)
-def test_exchange_refuses_torn_bytes(run_ranks) -> None:
+@in_ranks(1, 1, timeout=100)
+def test_exchange_refuses_torn_bytes() -> None:
     """A message with one torn byte is refused by the exchange, and nothing of it is applied: bytes
     of all parts of a message (`test_header_refuses_every_bit_flip` has every bit).
     """
-
-    def run(me: Any) -> int:
-        size = (
-            56
-            + 1
-            + sparse.sparse_bytes(
-                Layout([(64, 64), (3,)], ["transform"] * 2), CONFIGS["demo"].channels[0].codec
-            )
-        )
-        for at in (*range(0, size, 6), size - 1):
-            text = refused(CONFIGS["demo"], flip(at, at % 8), steps=1)
-            assert "island 1 (island1)" in text, text
-        with pytest.raises((IndexError, AssertionError)):
-            refused(CONFIGS["demo"], flip(size), steps=1)
-        return size
-
-    assert run_ranks(run, 1, 1, timeout=100) == [56 + 1 + 13]
+    layout = Layout([(64, 64), (3,)], ["transform"] * 2)
+    size = 56 + 1 + sparse.sparse_bytes(layout, CONFIGS["demo"].channels[0].codec)
+    for at in (*range(0, size, 6), size - 1):
+        text = refused(CONFIGS["demo"], flip(at, at % 8), steps=1)
+        assert "island 1 (island1)" in text, text
+    with pytest.raises((IndexError, AssertionError)):
+        refused(CONFIGS["demo"], flip(size), steps=1)
+    assert size == 56 + 1 + 13
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_exchange_refuses_tampering_in_every_transport(run_ranks, monkeypatch, late: bool) -> None:
+@in_ranks(1, 1)
+def test_exchange_refuses_tampering_in_every_transport(late: bool) -> None:
     """Damage, truncation, another step, digest or version are refused in gathers and in both legs
     of a reduce; `late`: also where the sender has gone before its piece is checked.
     """
@@ -413,29 +347,22 @@ def test_exchange_refuses_tampering_in_every_transport(run_ranks, monkeypatch, l
             time.sleep(0.1)  # the end of the connection is a loss after `failure_detector.SOON`
             raise
 
-    def run(me: Any) -> None:
-        if late:
-            monkeypatch.setattr(message_io, "SHORT", 0)  # each piece is checked as a long one
-            monkeypatch.setattr(chunks.Stream, "check", check_late)
-        for name in ("demo", "consensus", "released"):
-            assert "damaged" in refused(CONFIGS[name], flip(59))
-            for cut in (3, 5, 20):
-                assert "damaged" in refused(CONFIGS[name], lambda data, _, cut=cut: data[:-cut])
-            assert "is at step" in refused(CONFIGS[name], reheaded(step=1), kind=frame.Mismatch)
-            assert "configuration digest" in refused(
-                CONFIGS[name], reheaded(digest=1), kind=frame.Mismatch
-            )
-            assert "version 2" in refused(CONFIGS[name], lambda data, _: other_version(data, 2))
-        for name in ("full", "diloco"):  # header, then the two legs of the reduce
-            assert "at step" in refused(CONFIGS[name], reheaded(step=-1), kind=frame.Mismatch)
-            for leg in (1, 2):
-                for at in (20, 100, -1):
-                    text = refused(CONFIGS[name], flip(at), leg)
-                    assert (
-                        ("header" if at == 20 else "reduce") in text
-                        and "island1" in text
-                        and "damaged" in text
-                    )
-                assert "damaged" in refused(CONFIGS[name], lambda data, _: data[:-3], leg)
-
-    run_ranks(run, 1, 1)
+    if late:
+        message_io.SHORT = 0  # each piece is checked as a long one
+        chunks.Stream.check = check_late
+    for name in ("demo", "consensus", "released"):
+        config = CONFIGS[name]
+        assert "damaged" in refused(config, flip(59))
+        for cut in (3, 5, 20):
+            assert "damaged" in refused(config, lambda data, _, cut=cut: data[:-cut])
+        assert "is at step" in refused(config, reheaded(step=1), kind=frame.Mismatch)
+        assert "configuration digest" in refused(config, reheaded(digest=1), kind=frame.Mismatch)
+        assert "version 2" in refused(config, lambda data, _: other_version(data, 2))
+    for name in ("full", "diloco"):  # header, then the two legs of the reduce
+        assert "at step" in refused(CONFIGS[name], reheaded(step=-1), kind=frame.Mismatch)
+        for leg in (1, 2):
+            for at in (20, 100, -1):
+                text = refused(CONFIGS[name], flip(at), leg)
+                assert ("header" if at == 20 else "reduce") in text and "island1" in text
+                assert "damaged" in text
+            assert "damaged" in refused(CONFIGS[name], lambda data, _: data[:-3], leg)

@@ -14,33 +14,18 @@ from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.elastic import chunks
 
 from ..support import threaded
+from ..support.cases import named
+from ..support.inside import in_ranks
 from ..support.threaded import Tap, values
 
+OURS = {"period": 3, "inner_optimizers": "as_is"}
 METERED = {
     "full": (preset("full"), 1),
     "demo": (preset("demo"), 1),
-    "diloco-bf16": (preset("diloco", period=3, value_dtype="bf16", inner_optimizers="as_is"), 3),
-    "diloco-int8": (preset("diloco", period=3, value_dtype="int8", inner_optimizers="as_is"), 3),
-    "consensus": (
-        preset(
-            "decoupled_momentum",
-            transform=True,
-            period=3,
-            value_dtype="bf16",
-            inner_optimizers="as_is",
-        ),
-        3,
-    ),
-    "released": (
-        preset(
-            "decoupled_momentum",
-            transform=True,
-            period=3,
-            rule="released",
-            inner_optimizers="as_is",
-        ),
-        3,
-    ),
+    "diloco-bf16": (preset("diloco", value_dtype="bf16", **OURS), 3),
+    "diloco-int8": (preset("diloco", value_dtype="int8", **OURS), 3),
+    "consensus": (preset("decoupled_momentum", transform=True, value_dtype="bf16", **OURS), 3),
+    "released": (preset("decoupled_momentum", transform=True, rule="released", **OURS), 3),
     "delayed": (preset("demo", **{"schedule.delay": 2}), 1),
 }
 
@@ -62,17 +47,12 @@ def metered(config: fsdp_demo.ExchangeConfig, count: int, steps: int = 7) -> lis
         exchange.flush()
         assert exchange.peers.wait_read(10.0)  # what is counted has left
         out = exchange.metrics(), before, [to(r) for r in range(count)], len(tap.all_left())
-        assert exchange.digests_equal() == config.equal_after_exchange or not config.channels[
-            0
-        ].schedule.due(steps - 1)
+        due = config.channels[0].schedule.due(steps - 1)
+        assert exchange.digests_equal() == config.equal_after_exchange or not due
         after = exchange.metrics()
-        assert (after["bytes_sent"], after["messages"]) == (
-            out[0]["bytes_sent"],
-            out[0]["messages"],
-        )
-        assert after["setup_bytes"] - before["setup_bytes"] == sum(map(to, range(count))) - sum(
-            out[2]
-        )
+        assert all(after[name] == out[0][name] for name in ("bytes_sent", "messages"))
+        told = sum(map(to, range(count))) - sum(out[2])
+        assert after["setup_bytes"] - before["setup_bytes"] == told
         exchange.finish()
         return out
 
@@ -80,45 +60,33 @@ def metered(config: fsdp_demo.ExchangeConfig, count: int, steps: int = 7) -> lis
 
 
 @pytest.mark.parametrize("piece", [None, 1000])
-def test_meter_counts_to_the_byte(run_ranks, everywhere, piece) -> None:
+@in_ranks(1, 1)
+def test_meter_counts_to_the_byte(piece) -> None:
     """The meter counts what is handed over to the connections, to the byte."""
     if piece:
-        everywhere.setattr(chunks, "LARGEST", piece)
-
-    def run(me: Any) -> None:
-        for name, (config, period) in METERED.items():
-            for count in (2, 3):
-                results = metered(config, count)
-                for i, (after, before, sent, sends) in enumerate(results):
-                    received = sum(r[2][i] for r in results)
-                    legs = 1 if config.channels[0].codec.sparse else 3
-                    assert before["bytes_sent"] == before["messages"] == before["exchanges"] == 0, (
-                        name
-                    )
-                    assert (after["bytes_sent"], after["bytes_received"]) == (
-                        sum(sent),
-                        received,
-                    ), name
-                    assert (
-                        received > 0
-                        and after["exchanges"] == 7 // period
-                        and after["messages"] == legs * (7 // period)
-                    ), name
-                    assert piece or sends == after["messages"] * (count - 1), name
-
-    run_ranks(run, 1, 1)
+        chunks.LARGEST = piece
+    for name, (config, period) in METERED.items():
+        for count in (2, 3):
+            results = metered(config, count)
+            for i, (after, before, sent, sends) in enumerate(results):
+                received = sum(r[2][i] for r in results)
+                legs = 1 if config.channels[0].codec.sparse else 3
+                with named(name):
+                    assert before["bytes_sent"] == before["messages"] == before["exchanges"] == 0
+                    assert after["bytes_sent"] == sum(sent)
+                    assert after["bytes_received"] == received > 0
+                    assert after["exchanges"] == 7 // period
+                    assert after["messages"] == legs * (7 // period)
+                    assert piece or sends == after["messages"] * (count - 1)
 
 
-def test_meter_sparse_message_follows_the_formula(run_ranks) -> None:
+@in_ranks(1, 1)
+def test_meter_sparse_message_follows_the_formula() -> None:
     """A sparse message has a header, one bit per tensor and the section; nothing else is sent, and
     both directions are equal.
     """
     config = METERED["demo"][0]
     layout = Layout([(130, 70), (130,), (3, 130), (3,)], ["transform"] * 4)
     expected = 7 * (56 + 1 + sparse.sparse_bytes(layout, config.channels[0].codec))
-
-    def run(me: Any) -> None:
-        for after, *_ in metered(config, 2):
-            assert after["bytes_sent"] == after["bytes_received"] == expected
-
-    run_ranks(run, 1, 1)
+    for after, *_ in metered(config, 2):
+        assert after["bytes_sent"] == after["bytes_received"] == expected

@@ -53,19 +53,13 @@ def test_inbox_places_pieces() -> None:
     assert (
         inbox.place(PieceHeader(PIECE, 1, 1, 0, 10)) is NoRoom.DROP
     )  # of an older view: does not count
-    assert (
-        inbox.place(PieceHeader(PIECE, 2, 1, 0, 10)) is room
-        and inbox.place(PieceHeader(PIECE, 2, 1, 1, 4)) is other
-    )
-    assert (
-        inbox.place(PieceHeader(PIECE, 2, 2, 0, 10)) is NoRoom.ASIDE
-        and inbox.keep(2, b"0123456789", 10) is None
-    )
+    assert inbox.place(PieceHeader(PIECE, 2, 1, 0, 10)) is room
+    assert inbox.place(PieceHeader(PIECE, 2, 1, 1, 4)) is other
+    assert inbox.place(PieceHeader(PIECE, 2, 2, 0, 10)) is NoRoom.ASIDE
+    assert inbox.keep(2, b"0123456789", 10) is None
     assert inbox.wait_for(2, Room(10)) == b"0123456789"
-    assert (
-        inbox.place(PieceHeader(PIECE, 2, 3, 0, MOST_UNCLAIMED_BYTES)) is NoRoom.ASIDE
-        and inbox.keep(3, "long", MOST_UNCLAIMED_BYTES) is None
-    )
+    assert inbox.place(PieceHeader(PIECE, 2, 3, 0, MOST_UNCLAIMED_BYTES)) is NoRoom.ASIDE
+    assert inbox.keep(3, "long", MOST_UNCLAIMED_BYTES) is None
     # asked again below, which counts once
     assert inbox.place(PieceHeader(PIECE, 2, 4, 0, 1)) is NoRoom.LATER
     # of a later view: until this rank is there

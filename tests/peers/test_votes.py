@@ -16,6 +16,8 @@ from fsdp_demo.errors import NeedsDecision, NotFinite, PeerLost, StoreSilent, Su
 from fsdp_demo.peers.votes import Ranks
 from fsdp_demo.rendezvous.island import IslandGroup
 
+from ..support.inside import in_ranks
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -45,35 +47,18 @@ def test_ranks_all_hear_the_same(run_ranks: Any) -> None:
     out = run_ranks(words, islands=1, procs=3)
     everyone = [{"rank": r, "text": "é" * r} for r in range(3)]
     for r, said in enumerate(out):
-        assert said == [
-            [2, 0],
-            [3, 3],
-            True,
-            False,
-            True,
-            False,
-            everyone,
-            [None] * 3,
-            ["only", 0, "ü"],
-            r,
-        ]
+        heard = [everyone, [None] * 3, ["only", 0, "ü"], r]
+        assert said == [[2, 0], [3, 3], True, False, True, False, *heard]
 
 
 def test_ranks_alone_needs_no_group() -> None:
     """A rank alone answers itself, without a process group."""
     alone = Ranks.everywhere()
     assert (alone.group, alone.rank, alone.world) == (None, 0, 1)
-    assert (
-        alone.max(2, 1) == [2, 1]
-        and alone.same(3)
-        and not alone.any(False)
-        and alone.everyone("x") == ["x"]
-    )
-    assert (
-        alone.from_first(lambda: 5) == 5
-        and isinstance(alone, Ranks)
-        and issubclass(IslandGroup, Ranks)
-    )
+    assert alone.max(2, 1) == [2, 1] and alone.same(3) and not alone.any(False)
+    assert alone.everyone("x") == ["x"]
+    assert alone.from_first(lambda: 5) == 5 and isinstance(alone, Ranks)
+    assert issubclass(IslandGroup, Ranks)
 
 
 def errors(
@@ -100,76 +85,47 @@ def test_ranks_raise_the_error_of_one_on_all(run_ranks: Any) -> None:
     """An error of one rank is raised on all ranks, with the same kind where the library knows
     it.
     """
-    asked = [
-        NeedsDecision("a"),
-        StoreSilent("b"),
-        Superseded("c"),
-        PeerLost("d"),
-        ValueError("e"),
-        RuntimeError("f"),
-        KeyError("g"),
-    ]
-    full = OSError(28, "No space left")
+    kinds = [NeedsDecision, StoreSilent, Superseded, PeerLost, ValueError, RuntimeError, KeyError]
+    asked = [kind(text) for kind, text in zip(kinds, "abcdefg", strict=True)]
+    full, lost, odd = OSError(28, "No space left"), PeerLost("i"), KeyError("k")
     worked = [
         [ValueError("h"), None],
         [None, full],
-        [full, PeerLost("i")],
+        [full, lost],
         [NotFinite("j"), full],
-        [KeyError("k"), full],
+        [odd, full],
     ]
     first, second = run_ranks(errors, islands=1, procs=2, args=(asked, worked))
-    kinds = ["NeedsDecision", "StoreSilent", "Superseded", "PeerLost", "ValueError", "RuntimeError"]
-    assert [kind for kind, _ in first] == [
-        *kinds,
-        "KeyError",
-        "ValueError",
-        "OSError",
-        "PeerLost",
-        "OSError",
-        "KeyError",
-    ]
-    assert [kind for kind, _ in second] == [
-        *kinds,
-        "RuntimeError",
-        "RuntimeError",
-        "OSError",
-        "PeerLost",
-        "OSError",
-        "RuntimeError",
-    ]
+    common = [kind.__name__ for kind in kinds[:6]]
+    here = ["KeyError", "ValueError", "OSError", "PeerLost", "OSError", "KeyError"]
+    there = ["RuntimeError", "RuntimeError", "OSError", "PeerLost", "OSError", "RuntimeError"]
+    assert [kind for kind, _ in first] == [*common, *here]
+    assert [kind for kind, _ in second] == [*common, *there]
     assert [text for _, text in second[:6]] == list("abcdef")
-    assert (
-        second[7][1] == "work: another rank failed"
-        and first[8][1] == "work: another rank could not write"
-    )
+    assert second[7][1] == "work: another rank failed"
+    assert first[8][1] == "work: another rank could not write"
     assert first[9][1] == "work: another rank lost its peer"
 
 
-def played(me: Any) -> Any:
-    """A group whose backend does not reach the CPU gets its tensors on its device."""
-    ranks = Ranks(dist.group.WORLD, me.proc, 2, torch.device("cuda", 0))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "get_backend_config", lambda group=None: "cuda:nccl")
-        far = Ranks(dist.group.WORLD, me.proc, 2, torch.device("cuda", 0))
-    return str(ranks._place), str(far._place)
-
-
-def test_ranks_use_a_device_that_the_group_reaches(run_ranks: Any) -> None:
+@in_ranks(1, 2)
+def test_ranks_use_a_device_that_the_group_reaches(me: Any) -> None:
     """Words travel on the host where the group reaches it, and else on its device."""
-    assert run_ranks(played, islands=1, procs=2) == [("cpu", "cuda:0")] * 2
+
+    def place() -> str:
+        return str(Ranks(dist.group.WORLD, me.proc, 2, torch.device("cuda", 0))._place)
+
+    assert place() == "cpu"
+    dist.get_backend_config = lambda group=None: "cuda:nccl"
+    assert place() == "cuda:0"
 
 
 def test_ranks_never_pickle() -> None:
     """No module uses object collectives: `torch.distributed`'s, and Accelerate's, unpickle what the
     others send.
     """
-    for file in [
-        f for top in ("fsdp_demo", "deepspeed_ext", "recipes") for f in (ROOT / top).rglob("*.py")
-    ]:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        names = {
-            getattr(n, "attr", getattr(n, "id", getattr(n, "name", ""))) for n in ast.walk(tree)
-        }
-        assert not [
-            n for n in names if isinstance(n, str) and n.endswith(("object_list", "gather_object"))
-        ], file
+    unsafe = ("object_list", "gather_object")
+    tops = ("fsdp_demo", "deepspeed_ext", "recipes")
+    for file in [f for top in tops for f in (ROOT / top).rglob("*.py")]:
+        for n in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            name = getattr(n, "attr", getattr(n, "id", getattr(n, "name", "")))
+            assert not isinstance(name, str) or not name.endswith(unsafe), (file, name)

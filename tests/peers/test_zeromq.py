@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,8 +22,12 @@ from fsdp_demo.peers.pieces import LARGEST
 from fsdp_demo.peers.zeromq import Meeting, ZeroMQ
 from fsdp_demo.store.client import WorldStore
 
+from ..support.elastic import descriptors
+from ..support.inside import in_a_process
+from ..support.refused import refusal
 from ..support.relay import Relay
-from ..support.threaded import alone
+from ..support.threaded import at_once
+from ..support.threaded import values as good
 
 TOKEN = "a secret of these tests only"
 SECOND = timedelta(seconds=1)
@@ -65,12 +68,7 @@ def on_transports(
         except Exception as error:
             results[rank] = error.with_traceback(None)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(count)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(4 * timeout)
-    assert not any(t.is_alive() for t in threads), "a rank hangs"
+    at_once(work, count, 4 * timeout)
     return results
 
 
@@ -103,12 +101,18 @@ def on_pieces(fn: Callable[[Any, int], Any], count: int, **how: Any) -> list[Any
     return on_transports(work, count, **how)
 
 
-def good(results: list[Any]) -> list[Any]:
-    """The results, none of which may be an exception."""
-    for r in results:
-        if isinstance(r, BaseException):
-            raise r
-    return results
+class Relayed(Store):
+    """Leads the connection of rank 1 to rank 0, which listens, through `relay`."""
+
+    relay: Relay
+
+    def __init__(self) -> None:
+        def change(key: str, note: dict[str, Any]) -> None:
+            if key.endswith("at/0"):
+                self.relay = Relay(note["ports"]["1"])
+                note["ports"]["1"] = self.relay.port
+
+        super().__init__(change)
 
 
 def piece(size: int, value: int = 0) -> torch.Tensor:
@@ -119,7 +123,8 @@ def piece(size: int, value: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("token", ["", TOKEN])
-def test_zeromq_bodies_go_both_ways(run_ranks, token: str) -> None:
+@in_a_process
+def test_zeromq_bodies_go_both_ways(token: str) -> None:
     """Bodies of several pieces go both ways, with and without a token."""
     n = 3 * LARGEST + 5
 
@@ -128,56 +133,46 @@ def test_zeromq_bodies_go_both_ways(run_ranks, token: str) -> None:
         _, bodies = line.gather(line.header(PAYLOAD), body)
         return int(bodies[1 - line.rank].sum())
 
-    def run() -> None:
-        assert good(on_lines(swap, 2, token=[token] * 2)) == [2 * n, n]
-
-    alone(run_ranks, run)
+    assert good(on_lines(swap, 2, token=[token] * 2)) == [2 * n, n]
 
 
-def test_zeromq_bytes_on_the_wire(run_ranks) -> None:
+@in_a_process
+def test_zeromq_bytes_on_the_wire() -> None:
     """A relay counts the bytes on the wire: 47 a piece (40 where it is short), with keys 66
     more.
     """
 
     def moved(token: str) -> list[int]:
-        relays: list[Relay] = []
-
-        def change(key: str, note: dict[str, Any]) -> None:
-            if key.endswith("at/0"):  # rank 0 listens, rank 1 comes through the relay
-                relays.append(Relay(note["ports"]["1"]))
-                note["ports"]["1"] = relays[0].port
+        store = Relayed()
 
         def count(connections: Any, rank: int) -> list[int]:
             sizes, found = [1, 100, 300, 70_000, 1 << 20], []  # the first follows the greetings
             for number, size in enumerate(sizes, 1):
-                before = relays[0].back
+                before = store.relay.back
                 if rank == 0:
                     connections.send(piece(size), 1, number).wait(10 * SECOND)
                     connections.recv(piece(1), 1, number).wait(10 * SECOND)
-                    found.append(relays[0].back - before - size)
+                    found.append(store.relay.back - before - size)
                 else:
                     connections.recv(piece(size), 0, number).wait(10 * SECOND)
                     time.sleep(0.05)  # for the relay's own count
                     connections.send(piece(1), 0, number).wait(10 * SECOND)
             return found[1:]
 
-        out = good(on_pieces(count, 2, store=Store(change), token=[token] * 2))[0]
-        relays[0].close()
+        out = good(on_pieces(count, 2, store=store, token=[token] * 2))[0]
+        store.relay.close()
         return out
 
-    def run() -> list[list[int]]:
-        return [moved(""), moved(TOKEN)]
-
-    plain, sealed = alone(run_ranks, run)
-    assert plain == [40, 47, 47, 47]
-    assert sealed == [40 + 66, 47 + 66, 47 + 66, 47 + 66], sealed
+    assert moved("") == [40, 47, 47, 47]
+    assert moved(TOKEN) == [40 + 66, 47 + 66, 47 + 66, 47 + 66]
 
 
 # ---- refusals ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_connection_overlong_piece_ends_that_peer_only(run_ranks, early: bool) -> None:
+@in_a_process
+def test_connection_overlong_piece_ends_that_peer_only(early: bool) -> None:
     """An overlong piece ends the connection to its sender; the others go on."""
     met = threading.Barrier(3)
 
@@ -195,11 +190,12 @@ def test_connection_overlong_piece_ends_that_peer_only(run_ranks, early: bool) -
                 # what is early is put aside meanwhile
                 connections.recv(piece(1), 2, 9).wait(0.2 * SECOND)
             works.append(connections.recv(room, 1, 1))
-        text = ""
         if rank == 0:
-            with pytest.raises(WireError) as error:
-                works[0].wait(10 * SECOND)
-            text = str(error.value)
+            refusal(
+                lambda: works[0].wait(10 * SECOND),
+                "101 bytes, there is room for 100",
+                kind=WireError,
+            )
             assert not room.any()
             with pytest.raises(RuntimeError):
                 connections.recv(room, 1, 2).wait(10 * SECOND)
@@ -210,15 +206,12 @@ def test_connection_overlong_piece_ends_that_peer_only(run_ranks, early: bool) -
             got.wait(10 * SECOND)
             assert int(again[0]) == 3 - rank
         met.wait()
-        return text
 
-    def run() -> list[Any]:
-        return good(on_pieces(talk, 3))
-
-    assert "101 bytes, there is room for 100" in alone(run_ranks, run)[0]
+    good(on_pieces(talk, 3))
 
 
-def test_connection_piece_above_the_largest_is_not_read(run_ranks) -> None:
+@in_a_process
+def test_connection_piece_above_the_largest_is_not_read() -> None:
     """A piece beyond the largest size ends the connection unread."""
 
     def talk(connections: Any, rank: int) -> Any:
@@ -226,38 +219,33 @@ def test_connection_piece_above_the_largest_is_not_read(run_ranks) -> None:
             with pytest.raises(RuntimeError, match="closed by peer"):
                 connections.send(piece(2 * LARGEST), 0, 1)
                 connections.recv(piece(1), 0, 2).wait(10 * SECOND)
-            return None
+            return
         with pytest.raises(RuntimeError, match="closed by peer|announced"):
             connections.recv(piece(4 * LARGEST), 1, 1).wait(10 * SECOND)
 
-    alone(run_ranks, lambda: good(on_pieces(talk, 2)))
+    good(on_pieces(talk, 2))
 
 
 # ---- keys --------------------------------------------------------------------------------------
 
 
-def test_token_must_be_the_same(run_ranks) -> None:
+@in_a_process
+def test_token_must_be_the_same() -> None:
     """Islands with another token, with none or with a short one do not meet, and each says why."""
-
-    def run() -> list[list[str]]:
-        cases = [["a secret of one kind", "a secret of another"], [TOKEN, ""], ["short", "short"]]
-        return [
-            [f"{type(r).__name__}: {r}" for r in on_pieces(lambda c, r: c, 2, token=tokens)]
-            for tokens in cases
-        ]
-
-    other, none, short = alone(run_ranks, run)
-    assert all(
-        text.startswith("ValueError") and "another ISLAND_TOKEN: set the same" in text
-        for text in other
-    ), other
-    assert (
-        "is set here and not at island 1" in none[0] and "is set there and not here" in none[1]
-    ), none
+    cases = [["a secret of one kind", "a secret of another"], [TOKEN, ""], ["short", "short"]]
+    other, none, short = [
+        [f"{type(r).__name__}: {r}" for r in on_pieces(lambda c, r: c, 2, token=tokens)]
+        for tokens in cases
+    ]
+    kind = "another ISLAND_TOKEN: set the same"
+    assert all(text.startswith("ValueError") and kind in text for text in other), other
+    assert "is set here and not at island 1" in none[0], none
+    assert "is set there and not here" in none[1], none
     assert all("5 characters, allowed are 16 or more" in text for text in short)
 
 
-def test_token_claimed_but_not_held_is_refused(run_ranks) -> None:
+@in_a_process
+def test_token_claimed_but_not_held_is_refused() -> None:
     """A peer that only says that it has the token does not get in; nor does a stranger who comes
     first keep the right one out.
     """
@@ -298,19 +286,14 @@ def test_token_claimed_but_not_held_is_refused(run_ranks) -> None:
         context.destroy(0)
         return out
 
-    def run() -> Any:
-        return forged(), strangers()
-
-    texts, met = alone(run_ranks, run)
-    assert all(
-        text.startswith("PeerLost") and "could not be connected within 2 s" in text
-        for text in texts
-    ), texts
+    texts, why = forged(), "could not be connected within 2 s"
+    assert all(text.startswith("PeerLost") and why in text for text in texts), texts
     assert any("ISLAND_TOKEN" in text for text in texts), texts
-    assert met == [[0, 1], [0, 1]]
+    assert strangers() == [[0, 1], [0, 1]]
 
 
-def test_connection_second_to_a_port_is_sent_away(run_ranks) -> None:
+@in_a_process
+def test_connection_second_to_a_port_is_sent_away() -> None:
     """A second connection to a port is sent away, and the first goes on."""
     ports, met = [], threading.Barrier(2)
 
@@ -333,44 +316,33 @@ def test_connection_second_to_a_port_is_sent_away(run_ranks) -> None:
         met.wait()
         return [int(b[0]) for _ in range(3) for b in line.all_gather(piece(5, line.rank))]
 
-    assert (
-        alone(run_ranks, lambda: good(on_lines(talk, 2, store=Store(change)))) == [[0, 1] * 3] * 2
-    )
+    assert good(on_lines(talk, 2, store=Store(change))) == [[0, 1] * 3] * 2
 
 
 # ---- cancelled, dead, silent, overtaken --------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["closed", "cut", "reset", "silent"])
-def test_connection_dead_peer_leaves_the_others_alone(run_ranks, how: str) -> None:
+@in_a_process
+def test_connection_dead_peer_leaves_the_others_alone(how: str) -> None:
     """Of three islands one is lost to another: their connection ends, and the messages of the
     others pass.
     """
-    met, relays = threading.Barrier(3), []
-
-    def change(key: str, note: dict[str, Any]) -> None:
-        if key.endswith("at/0"):
-            relays.append(relay := Relay(note["ports"]["1"]))
-            note["ports"]["1"] = relay.port
+    met, store = threading.Barrier(3), Relayed()
+    why = "nothing came for 1 s" if how == "silent" else "connection closed by peer"
 
     def talk(connections: Any, rank: int) -> Any:
         met.wait()
-        text = ""
         if rank == 0:
-            lost, alive = (
-                connections.recv(piece(10), 1, 1),
-                connections.recv(room := piece(10), 2, 1),
-            )
-            {
-                "cut": relays[0].cut,
-                "reset": lambda: relays[0].cut(True),
-                "silent": relays[0].hold,
-                "closed": lambda: None,
-            }[how]()
+            lost = connections.recv(piece(10), 1, 1)
+            alive = connections.recv(room := piece(10), 2, 1)
+            if how == "silent":
+                store.relay.hold()
+            elif how != "closed":
+                store.relay.cut(how == "reset")
             met.wait()
-            with pytest.raises(RuntimeError) as error:
-                lost.wait(SECOND if how == "silent" else 60 * SECOND)
-            text = str(error.value)
+            limit = SECOND if how == "silent" else 60 * SECOND
+            assert refusal(lambda: lost.wait(limit), kind=RuntimeError) == why
             alive.wait(10 * SECOND)
             assert int(room[0]) == 7
             if how != "silent":
@@ -387,19 +359,13 @@ def test_connection_dead_peer_leaves_the_others_alone(run_ranks, how: str) -> No
             connections.recv(room := piece(10), 0, 2).wait(10 * SECOND)
             assert int(room[0]) == 8
         met.wait()
-        return text
 
-    def run() -> list[Any]:
-        out = good(on_pieces(talk, 3, store=Store(change)))
-        relays[0].close()
-        return out
-
-    assert alone(run_ranks, run)[0] == (
-        "nothing came for 1 s" if how == "silent" else "connection closed by peer"
-    )
+    good(on_pieces(talk, 3, store=store))
+    store.relay.close()
 
 
-def test_connection_keeps_what_was_sent_before_the_end(run_ranks) -> None:
+@in_a_process
+def test_connection_keeps_what_was_sent_before_the_end() -> None:
     """What a peer sent before it left is still received."""
     met = threading.Barrier(2)
 
@@ -419,29 +385,24 @@ def test_connection_keeps_what_was_sent_before_the_end(run_ranks) -> None:
             connections.recv(piece(1), 1, 4).wait(10 * SECOND)
         return [int(room[0]) for room in rooms]
 
-    assert alone(run_ranks, lambda: good(on_pieces(talk, 2)))[0] == [1, 2, 3]
+    assert good(on_pieces(talk, 2))[0] == [1, 2, 3]
 
 
-def test_connection_short_message_overtakes_a_long_one(run_ranks) -> None:
+@in_a_process
+def test_connection_short_message_overtakes_a_long_one() -> None:
     """48 pieces wait behind a relay that holds them; a short message is handed over last and comes
     before the last of them.
     """
-    relays: list[Relay] = []
-    met = threading.Barrier(2)
-
-    def change(key: str, note: dict[str, Any]) -> None:
-        if key.endswith("at/0"):
-            relays.append(Relay(note["ports"]["1"]))
-            note["ports"]["1"] = relays[0].port
+    met, store = threading.Barrier(2), Relayed()
 
     def talk(connections: Any, rank: int) -> Any:
         long = torch.arange(48, dtype=torch.uint8).repeat_interleave(LARGEST)
         if rank == 0:
-            relays[0].hold()
+            store.relay.hold()
             works = [connections.send(part, 1, 1) for part in long.split(LARGEST)]
             works.append(connections.send(piece(100, 3), 1, 2))
             met.wait()
-            relays[0].let_go()
+            store.relay.let_go()
             for work in works:
                 work.wait(30 * SECOND)
             return None
@@ -456,31 +417,25 @@ def test_connection_short_message_overtakes_a_long_one(run_ranks) -> None:
         assert torch.equal(room, long) and int(first[0]) == 3
         return before
 
-    def run() -> Any:
-        out = good(on_pieces(talk, 2, store=Store(change)))
-        relays[0].close()
-        return out
-
-    assert alone(run_ranks, run)[1] < 40
+    assert good(on_pieces(talk, 2, store=store))[1] < 40
+    store.relay.close()
 
 
-def test_connection_needs_one_reachable_side(run_ranks) -> None:
+@in_a_process
+def test_connection_needs_one_reachable_side() -> None:
     """One of two islands must be reachable; if neither is, both say so."""
 
     def talk(line: PeerGroup) -> list[int]:
         return [int(b[0]) for b in line.all_gather(piece(5, line.rank))]
 
-    def run() -> Any:
-        # the lowest rank, which would listen, cannot
-        met = on_lines(talk, 3, address=["", "127.0.0.1", "127.0.0.1"])
-        return met, [f"{type(r).__name__}: {r}" for r in on_lines(talk, 2, address=["", ""])]
-
-    met, none = alone(run_ranks, run)
-    assert met == [[0, 1, 2]] * 3
+    # the lowest rank, which would listen, cannot
+    assert on_lines(talk, 3, address=["", "127.0.0.1", "127.0.0.1"]) == [[0, 1, 2]] * 3
+    none = [f"{type(r).__name__}: {r}" for r in on_lines(talk, 2, address=["", ""])]
     assert all(text.startswith("ValueError") and "ISLAND_ADDRESS" in text for text in none), none
 
 
-def test_connections_leak_no_descriptor_or_thread(run_ranks) -> None:
+@in_a_process
+def test_connections_leak_no_descriptor_or_thread() -> None:
     """A hundred meetings leave as many descriptors and threads as the first ones."""
 
     def talk(connections: Any, rank: int) -> None:
@@ -488,20 +443,13 @@ def test_connections_leak_no_descriptor_or_thread(run_ranks) -> None:
         connections.send(piece(100_000), 1 - rank, 1).wait(10 * SECOND)
         got.wait(10 * SECOND)
 
-    def counted() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-    def run() -> Any:
-        for _ in range(3):
-            good(on_pieces(talk, 2))
-        before = counted()
-        for _ in range(100):
-            good(on_pieces(talk, 2))
-        until = time.monotonic() + 20
-        # a thread that asked the store may be about to end
-        while counted() > before and time.monotonic() < until:
-            time.sleep(0.05)
-        return before, counted()
-
-    before, after = alone(run_ranks, run)
-    assert after <= before
+    for _ in range(3):
+        good(on_pieces(talk, 2))
+    before = descriptors()
+    for _ in range(100):
+        good(on_pieces(talk, 2))
+    until = time.monotonic() + 20
+    # a thread that asked the store may be about to end
+    while descriptors() > before and time.monotonic() < until:
+        time.sleep(0.05)
+    assert descriptors() <= before

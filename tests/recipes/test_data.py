@@ -65,10 +65,8 @@ def test_data_stdlib_files_are_disjoint():
     assert not set(train) & set(held_out) and data.stdlib_files() == (train, held_out)
     assert train == sorted(train) and 0.02 < len(held_out) / len(train) < 0.12
     root = sysconfig.get_paths()["stdlib"]
-    assert not any(
-        {"site-packages", "test", "tests"} & set(path.relative_to(root).parts)
-        for path in train + held_out
-    )
+    folders = {part for path in train + held_out for part in path.relative_to(root).parts}
+    assert not {"site-packages", "test", "tests"} & folders
     assert sum(path.stat().st_size for path in train) > 3e6
 
 
@@ -116,9 +114,8 @@ def test_data_local_files_are_split_by_island(tmp_path, kind):
     assert held_out[0] == held_out[1] and len(held_out[0]) == 8
     assert not set(held_out[0]) & (seen[0] | seen[1])
     rows = [row["input_ids"] for part in parts for row in part.train]
-    assert all(len(row) == 64 for row in rows) and any(
-        TOKENIZER.eos_token_id in row for row in rows
-    )
+    assert all(len(row) == 64 for row in rows)
+    assert any(TOKENIZER.eos_token_id in row for row in rows)
     if kind == "txt":  # a file is a document: the paragraph break stays inside it
         assert any("\n\nsecond" in text for text in seen[0] | seen[1])
 
@@ -139,9 +136,7 @@ def test_data_ready_input_ids_are_kept(tmp_path):
         str(tmp_path / "ready.parquet")
     )
     part = data.load_data(str(tmp_path / "ready.parquet"), TOKENIZER, 64, validation_rows=5)
-    found = [list(row["input_ids"]) for row in part.train] + [
-        list(row["input_ids"]) for row in part.validation
-    ]
+    found = [list(row["input_ids"]) for rows_ in (part.train, part.validation) for row in rows_]
     assert sorted(found) == sorted(rows)
     batch = next(iter(part.loaders(8)[0]))
     assert batch["input_ids"].shape[0] == 8 and set(batch) == {"input_ids", "labels"}
@@ -161,25 +156,18 @@ def test_data_streams_are_split_by_island(tmp_path):
     parts = []
     for island in range(2):
         train, held_out = (data.to_rows(part, TOKENIZER, 64) for part in opened())
-        parts.append(
-            (
-                texts(data.split_by_island(train, island, 2, seed=island)),
-                texts(data.first_rows(held_out, 8)),
-            )
-        )
+        own = texts(data.split_by_island(train, island, 2, seed=island))
+        parts.append((own, texts(data.first_rows(held_out, 8))))
     assert parts[0][0] and not set(parts[0][0]) & set(parts[1][0])
     assert parts[0][1] == parts[1][1] and not set(parts[0][1]) & set(parts[0][0] + parts[1][0])
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({}, "no data files"),
-        ({"a.jsonl": '{"title": "x"}\n' * 30}, "expected 'text'"),
-        ({"a.csv": "x"}, "no data files"),
-        ({"a.txt": "x", "b.jsonl": "{}"}, "one format"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    ({}, "no data files"),
+    ({"a.jsonl": '{"title": "x"}\n' * 30}, "expected 'text'"),
+    ({"a.csv": "x"}, "no data files"),
+    ({"a.txt": "x", "b.jsonl": "{}"}, "one format"),
+])  # fmt: skip
 def test_data_wrong_are_refused_with_what_was_found(tmp_path, content, message):
     """Wrong data are refused with what was found."""
     for name, text in content.items():
@@ -212,19 +200,13 @@ def test_data_hub_tokenizer_from_a_folder(tmp_path):
 
     words = Tokenizer(models.WordLevel({"<unk>": 0, "<end>": 1, "a": 2, "b": 3}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="<end>", unk_token="<unk>"
-    ).save_pretrained(tmp_path)
+    of = {"tokenizer_object": words, "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(eos_token="<end>", **of).save_pretrained(tmp_path)
     tokenizer = data.load_tokenizer(str(tmp_path))
     assert (tokenizer.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id) == (4, 1, 1)
-    assert data.pack(tokenizer.encode(["a b b", "b"]), 2, tokenizer.eos_token_id).tolist() == [
-        [2, 3],
-        [3, 1],
-        [3, 1],
-    ]
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(
-        tmp_path / "no_end"
-    )
+    rows = data.pack(tokenizer.encode(["a b b", "b"]), 2, tokenizer.eos_token_id)
+    assert rows.tolist() == [[2, 3], [3, 1], [3, 1]]
+    PreTrainedTokenizerFast(**of).save_pretrained(tmp_path / "no_end")
     with pytest.raises(ValueError, match="neither an EOS"):
         data.load_tokenizer(str(tmp_path / "no_end"))
 
@@ -234,12 +216,10 @@ def test_data_forever_repeats_and_skips_on_resume(accelerate_state):
     from accelerate import Accelerator, DataLoaderConfiguration
 
     torch.manual_seed(3)
-    rows = data.Data(
-        data.Rows(np.arange(40).reshape(20, 2)), data.Rows(np.arange(4).reshape(2, 2)), 257
-    )
-    accelerator = Accelerator(
-        cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)
-    )
+    both = (np.arange(40).reshape(20, 2), np.arange(4).reshape(2, 2))
+    rows = data.Data(*map(data.Rows, both), 257)
+    seedable = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=seedable)
     loader = accelerator.prepare(rows.loaders(2)[0])
     batches = data.forever(loader)
     seen = [next(batches)["input_ids"][:, 0].tolist() for _ in range(30)]
@@ -254,10 +234,7 @@ def test_data_too_little_for_a_batch_is_refused(accelerate_state):
     """Data that make no full batch are refused."""
     from accelerate import Accelerator
 
-    loader = Accelerator(cpu=True).prepare(
-        data.Data(data.Rows(np.zeros((3, 4), int)), data.Rows(np.zeros((1, 4), int)), 0).loaders(4)[
-            0
-        ]
-    )
+    few = data.Data(*(data.Rows(np.zeros((n, 4), int)) for n in (3, 1)), 0)
+    loader = Accelerator(cpu=True).prepare(few.loaders(4)[0])
     with pytest.raises(ValueError, match="no full batch"):
         next(data.forever(loader))

@@ -31,10 +31,8 @@ def test_model_parameter_counts(name, parameters):
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert next(model.parameters()).dtype == torch.float32
     if name == "llama-3.2-1b":
-        assert (
-            model.config.rope_parameters["rope_theta"] == 500_000
-            and model.config.rope_parameters["factor"] == 32
-        )
+        assert model.config.rope_parameters["rope_theta"] == 500_000
+        assert model.config.rope_parameters["factor"] == 32
 
 
 def test_model_with_too_few_tokens_is_refused():
@@ -52,17 +50,14 @@ def test_model_layers_are_compiled_in_place(monkeypatch):
     model, cpu = load_model("tiny", TOKENIZER.vocab_size), torch.device("cpu")
     names = [name for name, _ in model.named_parameters()]
     checkpoint_and_compile(model, cpu, False, None)
-    assert not model.is_activation_checkpointing and not any(
-        m._compiled_call_impl for m in model.modules()
-    )
+    assert not model.is_activation_checkpointing
+    assert not any(m._compiled_call_impl for m in model.modules())
     checkpoint_and_compile(model, cpu, True, "aot_eager")
     assert [type(m).__name__ for m in model.modules() if m._compiled_call_impl] == [
         "LlamaDecoderLayer"
     ] * 2
-    assert (
-        model.is_activation_checkpointing
-        and [name for name, _ in model.named_parameters()] == names
-    )
+    assert model.is_activation_checkpointing
+    assert [name for name, _ in model.named_parameters()] == names
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(ValueError, match="needs a C.. compiler.*--compile aot_eager"):
         checkpoint_and_compile(model, cpu, False, "inductor")

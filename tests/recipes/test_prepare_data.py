@@ -43,18 +43,8 @@ def jsonl(folder, documents):
 
 
 def prepared(source, output, procs=1, *options):
-    words = [
-        "--data",
-        source,
-        "--output",
-        output,
-        "--procs",
-        procs,
-        "--sequence-length",
-        LENGTH,
-        *options,
-    ]
-    return prepare_data.main([str(word) for word in words])
+    words = ["--data", source, "--output", output, "--procs", procs, "--sequence-length", LENGTH]
+    return prepare_data.main([str(word) for word in (*words, *options)])
 
 
 @pytest.fixture
@@ -98,16 +88,11 @@ def test_prepare_data_rows_are_those_of_packing_in_memory(tmp_path, prepared_apa
         assert found[name].features["input_ids"].length == LENGTH
     total = len(found["train"]) + len(found["validation"])
     size = sum(p.stat().st_size for p in (tmp_path / "out").rglob("*") if p.is_file())
-    assert (
-        f"{len(found['train'])} training rows, {len(found['validation'])} validation rows" in told
-    )
+    rows = (len(found["train"]), len(found["validation"]))
+    assert "{} training rows, {} validation rows".format(*rows) in told
     assert f"{total * LENGTH} tokens, {size} bytes, " in told and told.endswith(" s\n")
-    # no scratch is left
-    assert sorted(p for p in os.listdir(tmp_path) if not p.startswith("ranks-")) == [
-        "cache",
-        "out",
-        "texts",
-    ]
+    left = {p for p in os.listdir(tmp_path) if not p.startswith("ranks-")}
+    assert left == {"cache", "out", "texts"}  # no scratch is left
 
 
 def test_prepare_data_of_text_files(tmp_path, prepared_apart):
@@ -138,11 +123,8 @@ def test_prepare_data_of_parquet_and_hub_splits(tmp_path):
         one["text"][3]
     ]
     parts = prepare_data.held_out_of({"train": one})
-    assert (
-        len(parts[1]) == 11
-        and not set(parts[0]["text"]) & set(parts[1]["text"])
-        and len(parts[0]) + len(parts[1]) == 230
-    )
+    assert len(parts[1]) == 11 and not set(parts[0]["text"]) & set(parts[1]["text"])
+    assert len(parts[0]) + len(parts[1]) == 230
 
 
 def test_prepare_data_of_stdlib_for_each_island(tmp_path, everywhere, prepared_apart):
@@ -158,9 +140,8 @@ def test_prepare_data_of_stdlib_for_each_island(tmp_path, everywhere, prepared_a
             for source in (str(tmp_path / "out"), "stdlib")
         )
         assert np.array_equal(np.stack([row["input_ids"] for row in here.train]), there.train.ids)
-        assert (
-            np.array_equal(here.validation.ids, there.validation.ids) and len(here.validation) == 7
-        )
+        assert np.array_equal(here.validation.ids, there.validation.ids)
+        assert len(here.validation) == 7
     batch = next(iter(here.loaders(4)[0]))
     assert batch["input_ids"].shape == (4, LENGTH) and set(batch) == {"input_ids", "labels"}
 
@@ -172,59 +153,47 @@ def test_prepare_data_rows_stay_on_disk(tmp_path):
     import pyarrow
 
     assert prepared(jsonl(tmp_path / "texts", texts(4000)), tmp_path / "out") == 0
-    before, size = (
-        pyarrow.total_allocated_bytes(),
-        sum(p.stat().st_size for p in (tmp_path / "out").rglob("*.arrow")),
-    )
+    before = pyarrow.total_allocated_bytes()
+    size = sum(p.stat().st_size for p in (tmp_path / "out").rglob("*.arrow"))
     part = data.load_data(str(tmp_path / "out"), TOKENIZER, LENGTH, islands=2)
     part.train[len(part.train) // 2]
     assert size > 1_000_000 and pyarrow.total_allocated_bytes() - before < size / 4
-    assert sorted(os.listdir(tmp_path / "out" / "train")) == [
-        "data-00000-of-00001.arrow",
-        "dataset_info.json",
-        "state.json",
-    ]
+    files = {"data-00000-of-00001.arrow", "dataset_info.json", "state.json"}
+    assert set(os.listdir(tmp_path / "out" / "train")) == files
 
 
 def test_prepare_data_overwrites_only_when_asked(tmp_path, capsys, monkeypatch):
     """A folder that is there is replaced only when asked, and only by whole data."""
     first, second = jsonl(tmp_path / "one", texts()), jsonl(tmp_path / "two", texts(seed=1))
-    assert prepared(first, tmp_path / "out") == 0
-    before = ids(datasets.load_from_disk(tmp_path / "out")["train"])
-    assert prepared(second, tmp_path / "out") == 2 and "--overwrite" in capsys.readouterr().err
+    out = tmp_path / "out"
+
+    def kept():
+        return ids(datasets.load_from_disk(out)["train"])
+
+    def full(*_, **__):
+        raise OSError("disk full")
+
+    assert prepared(first, out) == 0
+    before = kept()
+    assert prepared(second, out) == 2 and "--overwrite" in capsys.readouterr().err
     with monkeypatch.context() as patch:
-        patch.setattr(
-            datasets.DatasetDict,
-            "save_to_disk",
-            lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")),
-        )
+        patch.setattr(datasets.DatasetDict, "save_to_disk", full)
         with pytest.raises(OSError, match="disk full"):
-            prepared(second, tmp_path / "out", 1, "--overwrite")
-    assert np.array_equal(ids(datasets.load_from_disk(tmp_path / "out")["train"]), before)
-    assert prepared(second, tmp_path / "out", 1, "--overwrite") == 0
-    assert not np.array_equal(
-        ids(datasets.load_from_disk(tmp_path / "out")["train"])[:5], before[:5]
-    )
-    assert (
-        prepared(first, tmp_path / "two", 1, "--overwrite") == 2
-        and "not written by this script" in capsys.readouterr().err
-    )
-    assert (second / "a.jsonl").exists() and sorted(os.listdir(tmp_path)) == [
-        "cache",
-        "one",
-        "out",
-        "two",
-    ]
+            prepared(second, out, 1, "--overwrite")
+    assert np.array_equal(kept(), before)
+    assert prepared(second, out, 1, "--overwrite") == 0
+    assert not np.array_equal(kept()[:5], before[:5])
+    assert prepared(first, tmp_path / "two", 1, "--overwrite") == 2
+    assert "not written by this script" in capsys.readouterr().err
+    assert (second / "a.jsonl").exists()
+    assert sorted(os.listdir(tmp_path)) == ["cache", "one", "out", "two"]
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("./nowhere", "no such file"),
-        ("short.txt", "less than one row of 32 tokens"),
-        ("titles.jsonl", "expected 'text'"),
-    ],
-)
+@pytest.mark.parametrize(("source", "message"), [
+    ("./nowhere", "no such file"),
+    ("short.txt", "less than one row of 32 tokens"),
+    ("titles.jsonl", "expected 'text'"),
+])  # fmt: skip
 def test_prepare_data_refusal_leaves_nothing(tmp_path, capsys, monkeypatch, source, message):
     """Data that cannot be prepared are refused, and nothing is left."""
     monkeypatch.chdir(tmp_path)
@@ -241,8 +210,6 @@ def test_prepare_data_refuses_another_length_or_tokenizer(tmp_path):
         data.load_data(str(tmp_path / "out"), TOKENIZER, 64)
     other = data.ByteTokenizer()
     other.vocab_size = 300
-    with pytest.raises(
-        ValueError,
-        match="prepared with --tokenizer bytes: 258 ids, end 256. The one given has 300 ids",
-    ):
+    unlike = "prepared with --tokenizer bytes: 258 ids, end 256. The one given has 300 ids"
+    with pytest.raises(ValueError, match=unlike):
         data.load_data(str(tmp_path / "out"), other, LENGTH)

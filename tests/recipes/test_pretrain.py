@@ -45,24 +45,14 @@ def test_pretrain_compile_takes_a_backend_or_none():
     def parsed(*words):
         return HfArgumentParser(Arguments).parse_args_into_dataclasses(list(words))[0].compile
 
-    assert [
-        parsed(),
-        parsed("--compile"),
-        parsed("--compile", "eager"),
-        parsed("--compile", "--bf16"),
-    ] == [
-        None,
-        "inductor",
-        "eager",
-        "inductor",
-    ]
+    words = [], ["--compile"], ["--compile", "eager"], ["--compile", "--bf16"]
+    assert [parsed(*w) for w in words] == [None, "inductor", "eager", "inductor"]
 
 
 def rows_file(folder, rows):
     """A file of ready rows; one in twenty of them is held out."""
-    datasets.Dataset.from_dict(
-        {"input_ids": [[i % 256, i // 256, *range(30)] for i in range(rows)]}
-    ).to_parquet(str(folder / "rows.parquet"))
+    ids = [[i % 256, i // 256, *range(30)] for i in range(rows)]
+    datasets.Dataset.from_dict({"input_ids": ids}).to_parquet(str(folder / "rows.parquet"))
     return folder / "rows.parquet"
 
 
@@ -80,28 +70,12 @@ def recipe(rank, folder, *options):
             seen.append((batch["input_ids"][:, 0] + 256 * batch["input_ids"][:, 1]).tolist())
             yield batch
 
-    common = (
-        "--model",
-        "tiny",
-        "--sequence-length",
-        32,
-        "--batch-size",
-        2,
-        "--eval-every",
-        0,
-        "--eval-batches",
-        2,
-        "--log-every",
-        2,
-    )
+    common = "--model tiny --sequence-length 32 --batch-size 2 --eval-every 0 --eval-batches 2"
+    words = ["pretrain.py", *common.split(), "--log-every", 2, *options, "--output", folder]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pretrain_parts, "forever", recorded)
         patch.setattr(report.Report, "draw", lambda *_: None)
-        patch.setattr(
-            sys,
-            "argv",
-            ["pretrain.py", *map(str, common), *map(str, options), "--output", str(folder)],
-        )
+        patch.setattr(sys, "argv", [*map(str, words)])
         pretrain.main()
     return seen
 
@@ -109,9 +83,8 @@ def recipe(rank, folder, *options):
 def told(folder, island=0):
     """Summary and lines of an island."""
     lines = (folder / f"island{island}" / "metrics.jsonl").read_text().splitlines()
-    return json.loads((folder / f"island{island}" / "summary.json").read_text()), [
-        json.loads(line) for line in lines
-    ]
+    summary = json.loads((folder / f"island{island}" / "summary.json").read_text())
+    return summary, [json.loads(line) for line in lines]
 
 
 def two_nodes(rank):
@@ -126,132 +99,72 @@ def test_pretrain_mesh_sees_each_row_once(run_ranks, tmp_path):
     # 2 are held out: 49, of which 6 steps of 4 ranks x 2 rows take all but the last
     source = rows_file(tmp_path, 51)
     steps, options = 6, ("--exchange", "demo", "--mesh", "--data", source, "--peak-tflops", 0.01)
-    ranks = run_ranks(
-        recipe,
-        islands=1,
-        procs=4,
-        env=two_nodes,
-        args=(tmp_path / "out", "--steps", steps, *options),
-    )
-    held_out = set(
-        data.load_data(str(source), TOKENIZER, 32, validation_rows=4).validation[i]["input_ids"][0]
-        for i in range(2)
-    )
+    args = (tmp_path / "out", "--steps", steps, *options)
+    ranks = run_ranks(recipe, 1, 4, env=two_nodes, args=args)
+    rows = data.load_data(str(source), TOKENIZER, 32, validation_rows=4).validation
+    held_out = {rows[i]["input_ids"][0] for i in range(2)}
     seen = [row for batches in ranks for batch in batches for row in batch]
-    assert (
-        len(seen) == len(set(seen)) == 48
-        and not held_out & set(seen)
-        and set(seen) < set(range(51))
-    )
+    assert len(seen) == len(set(seen)) == 48 and not held_out & set(seen)
+    assert set(seen) < set(range(51))
     summary, lines = told(tmp_path / "out")
-    assert {k: summary[k] for k in ("islands", "procs", "tokens", "digests_equal")} == {
-        "islands": 2,
-        "procs": 2,
-        "tokens": steps * 4 * 2 * 32,
-        "digests_equal": True,
-    }
-    assert [line["step"] for line in lines] == [2, 4, 6] and lines[-1]["bytes_sent"] == summary[
-        "bytes_sent_per_island"
-    ] > 0
+    facts = dict(islands=2, procs=2, tokens=steps * 4 * 2 * 32, digests_equal=True)
+    assert facts.items() <= summary.items()
+    assert [line["step"] for line in lines] == [2, 4, 6]
+    assert lines[-1]["bytes_sent"] == summary["bytes_sent_per_island"] > 0
     for line in lines:  # 4 ranks of 0.01 Tflops
         assert line["mfu"] == pytest.approx(
             line["tokens_per_second"] * report.flops_per_token(tiny(), 32) / 4e10
         )
-        assert (
-            line["global_loss"] == pytest.approx(math.log(258), abs=0.5)
-            and line["peak_memory"] > 50e6
-        )
+        assert line["global_loss"] == pytest.approx(math.log(258), abs=0.5)
+        assert line["peak_memory"] > 50e6
 
 
 def test_pretrain_islands_send_what_a_mesh_sends(run_ranks, tmp_path):
     """Islands send what a mesh sends and agree on the loss."""
-    source, options = rows_file(tmp_path, 60), ("--steps", 4, "--exchange", "demo")
-    run_ranks(recipe, islands=2, procs=2, args=(tmp_path / "islands", *options, "--data", source))
-    run_ranks(
-        recipe,
-        islands=1,
-        procs=4,
-        env=two_nodes,
-        args=(tmp_path / "mesh", *options, "--data", source, "--mesh"),
-    )
-    (mesh, _), (summary, lines), (_, others) = (
-        told(tmp_path / "mesh"),
-        told(tmp_path / "islands"),
-        told(tmp_path / "islands", 1),
-    )
+    source = rows_file(tmp_path, 60)
+    options = ("--steps", 4, "--exchange", "demo", "--data", source)
+    run_ranks(recipe, 2, 2, args=(tmp_path / "islands", *options))
+    run_ranks(recipe, 1, 4, env=two_nodes, args=(tmp_path / "mesh", *options, "--mesh"))
+    mesh, _ = told(tmp_path / "mesh")
+    (summary, lines), (_, others) = (told(tmp_path / "islands", i) for i in range(2))
     same = ("bytes_sent_per_island", "islands", "procs", "tokens", "exchanges", "parameters")
     assert {k: summary[k] for k in same} == {k: mesh[k] for k in same}
     assert summary["loss_start"] == pytest.approx(mesh["loss_start"], rel=1e-6)
     assert summary["mfu"] is None and summary["digests_equal"] is True
     # each island's own loss, and the one of both
     for here, there in zip(lines, others, strict=True):
-        assert here["loss"] != there["loss"] and here["global_loss"] == pytest.approx(
-            there["global_loss"], rel=1e-6
-        )
+        assert here["loss"] != there["loss"]
+        assert here["global_loss"] == pytest.approx(there["global_loss"], rel=1e-6)
 
 
 @pytest.mark.slow
 def test_pretrain_compiled_run_learns_the_same(run_ranks, tmp_path):
     """A compiled run that recomputes learns the same."""
     source, runs = rows_file(tmp_path, 60), {}
-    for name, flags in {
-        "plain": (),
-        "both": ("--compile", "aot_eager", "--activation-checkpointing"),
-    }.items():
-        options = (
-            "--steps",
-            4,
-            "--data",
-            source,
-            "--exchange",
-            "full",
-            "--lr",
-            0.01,
-            "--warmup-steps",
-            0,
-            *flags,
-        )
-        runs[name] = run_ranks(
-            recipe,
-            islands=1,
-            procs=2,
-            env={"ISLAND_COUNT": "1"},
-            timeout=100,
-            args=(tmp_path / name, *options),
-        )
+    options = ("--steps", 4, "--data", source, "--exchange", "full", "--lr", 0.01)
+    both = ("--compile", "aot_eager", "--activation-checkpointing")
+    for name, flags in {"plain": (), "both": both}.items():
+        args = (tmp_path / name, *options, "--warmup-steps", 0, *flags)
+        runs[name] = run_ranks(recipe, 1, 2, env={"ISLAND_COUNT": "1"}, timeout=100, args=args)
     (plain, _), (both, _) = told(tmp_path / "plain"), told(tmp_path / "both")
-    assert (
-        both["compile"] == "aot_eager"
-        and both["activation_checkpointing"]
-        and plain["compile"] is None
-    )
-    assert plain["loss_end"] < plain["loss_start"] - 0.1 and both["loss_end"] == pytest.approx(
-        plain["loss_end"], rel=1e-4
-    )
+    assert both["compile"] == "aot_eager" and both["activation_checkpointing"]
+    assert plain["compile"] is None
+    assert plain["loss_end"] < plain["loss_start"] - 0.1
+    assert both["loss_end"] == pytest.approx(plain["loss_end"], rel=1e-4)
     assert runs["both"] == runs["plain"]
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, (2, 4)),
-        (
-            {
-                "WORLD_SIZE": "8",
-                "LOCAL_WORLD_SIZE": "4",
-                "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "4",
-                "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
-            },
-            (4, 2),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("variables", "expected"), [
+    ({}, (2, 4)),
+    ({"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "4", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"},
+        (4, 2)),
+])  # fmt: skip
 def test_pretrain_mesh_sizes_come_from_the_launcher(monkeypatch, variables, expected):
     """The sizes of a mesh come from the launcher's variables."""
     from pretrain_parts import mesh_config
 
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
-    for name, value in variables.items():
+    for name, value in {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", **variables}.items():
         monkeypatch.setenv(name, value)
     config = mesh_config()
     assert (config.dp_replicate_size, config.dp_shard_size) == expected

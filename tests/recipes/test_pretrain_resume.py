@@ -61,23 +61,17 @@ LATE = {  # further ways to have payloads under way
     "demo delayed": ("demo", ["momentum.schedule.delay=2"], 5),
     "diloco queued": ("diloco", ["period=2", "delta.schedule.delay=3"], 5),
     "released, averaged": (
-        "decoupled_momentum",
-        ["period=2", "rule=released", "average_every=2"],
-        5,
+        "decoupled_momentum", ["period=2", "rule=released", "average_every=2"], 5
     ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture
 def source(tmp_path):
     """A model and rows for it, and a cache of `datasets` that is the test's own."""
     config = json.loads((RECIPES / "models" / "tiny.json").read_text())
-    config |= {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    }
+    config |= dict(hidden_size=64, intermediate_size=96)
+    config |= dict(num_attention_heads=2, num_key_value_heads=1)
     # random states matter
     (tmp_path / "model.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
     rows = [[i % 256, i // 256, *((7 * i + 3 * j) % 250 for j in range(14))] for i in range(64)]
@@ -87,25 +81,14 @@ def source(tmp_path):
 
 def leaves(node, key=""):
     """A tree's tensors and values by path."""
-    if isinstance(node, dict):
-        return {
-            k: v for name, part in node.items() for k, v in leaves(part, f"{key}/{name}").items()
-        }
     if isinstance(node, list | tuple):
-        return {k: v for i, part in enumerate(node) for k, v in leaves(part, f"{key}/{i}").items()}
+        node = dict(enumerate(node))
+    if isinstance(node, dict):
+        found = [leaves(part, f"{key}/{name}") for name, part in node.items()]
+        return {k: v for part in found for k, v in part.items()}
     return {
         key: node.detach().cpu().clone().numpy().tobytes() if torch.is_tensor(node) else repr(node)
     }
-
-
-class Run:
-    """What a run of the recipe in this process has seen."""
-
-    def __init__(self):
-        self.rows, self.losses, self.end, self.steps = [], [], {}, []
-
-    def result(self):
-        return {"rows": self.rows, "losses": self.losses, "end": self.end, "steps": self.steps}
 
 
 def replica(optimizers):
@@ -120,11 +103,11 @@ def replica(optimizers):
 
 def train(rank, source, output, options, at=None):
     """`pretrain.main()`; `at` (step -> action) is called after that step."""
-    run, attach = Run(), fsdp_demo.attach
+    run, attach = {"rows": [], "losses": [], "end": {}, "steps": []}, fsdp_demo.attach
 
     def recorded(loader, position):
         for batch in data.forever(loader, position):
-            run.rows.append((batch["input_ids"][:, 0] + 256 * batch["input_ids"][:, 1]).tolist())
+            run["rows"].append(rows_in(batch))
             yield batch
 
     def attached(optimizer, *args, **kwargs):
@@ -132,9 +115,9 @@ def train(rank, source, output, options, at=None):
         finish = exchange.finish
 
         def finished(*args, **kwargs):
-            if run.end:  # the second call closes
+            if run["end"]:  # the second call closes
                 return finish(*args, **kwargs)
-            run.end = leaves({**replica(exchange.optimizers), "exchange": exchange.state_dict()})
+            run["end"] = leaves({**replica(exchange.optimizers), "exchange": exchange.state_dict()})
             finish(*args, **kwargs)
 
         exchange.finish = finished
@@ -146,71 +129,56 @@ def train(rank, source, output, options, at=None):
         if at and runtime.step in at:
             at[runtime.step](rank)
         after(runtime)
-        run.steps.append(runtime.step)
+        run["steps"].append(runtime.step)
 
-    common = [
-        "--model",
-        source / "model.json",
-        "--data",
-        source / "rows.parquet",
-        "--sequence-length",
-        16,
-        "--batch-size",
-        2,
-    ]
-    common += [
-        "--eval-every",
-        4,
-        "--eval-batches",
-        1,
-        "--log-every",
-        2,
-        "--steps",
-        STEPS,
-        "--warmup-steps",
-        3,
-        "--output",
-        output,
-    ]
+    def counted(self, loss):
+        run["losses"].append(float(loss.detach()))
+        return micro(self, loss)
+
+    micro = report.Report.micro_batch
+    common = "--sequence-length 16 --batch-size 2 --eval-every 4 --eval-batches 1 --log-every 2 "
+    common += f"--steps {STEPS} --warmup-steps 3"
+    files = ["--model", source / "model.json", "--data", source / "rows.parquet"]
+    words = [*files, *common.split(), "--output", output, *options]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(source / "cache"))
         patch.setattr(pretrain_parts, "forever", recorded)
         patch.setattr(fsdp_demo, "attach", attached)
         patch.setattr(StepRuntime, "after", stepped)
         patch.setattr(report.Report, "draw", lambda *_: None)
-        micro = report.Report.micro_batch
-        patch.setattr(
-            report.Report,
-            "micro_batch",
-            lambda self, loss: (run.losses.append(float(loss.detach())), micro(self, loss))[1],
-        )
-        patch.setattr(sys, "argv", ["pretrain.py", *map(str, common), *map(str, options)])
+        patch.setattr(report.Report, "micro_batch", counted)
+        patch.setattr(sys, "argv", ["pretrain.py", *map(str, words)])
         pretrain.main()
-    return run.result()
+    return run
+
+
+def rows_in(batch):
+    """Numbers of the rows of a batch, which begin with theirs."""
+    return (batch["input_ids"][:, 0] + 256 * batch["input_ids"][:, 1]).tolist()
+
+
+def log_of(output, island=0):
+    """The lines that an island has logged."""
+    text = (output / f"island{island}" / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def lines(output, island):
     """The island's log and summary, without seconds, and without bytes before the end: what is
     under way may have been sent or not.
     """
-    text = (output / f"island{island}" / "metrics.jsonl").read_text().splitlines()
     summary = json.loads((output / f"island{island}" / "summary.json").read_text())
-    varies = (
-        "tokens_per_second",
-        "seconds_waiting",
-        "peak_memory",
-        "seconds",
-        "wait_share",
-        "hidden",
-        "mfu",
-        "bytes_sent",
-        "bytes",
-    )
     summary["validation"] = [entry[:2] for entry in summary["validation"]]
-    return [
-        {k: v for k, v in each.items() if k not in varies}
-        for each in (*map(json.loads, text), summary)
-    ]
+    varies = "tokens_per_second seconds_waiting peak_memory seconds wait_share hidden mfu "
+    varies = [*varies.split(), "bytes_sent", "bytes"]
+    found = [*log_of(output, island), summary]
+    return [{k: v for k, v in each.items() if k not in varies} for each in found]
+
+
+def assert_same_lines(source):
+    """Both islands of a part logged what those of the whole run did."""
+    for island in range(2):
+        assert lines(source / "part", island) == lines(source / "whole", island)
 
 
 def stopped_at(step, output, into):
@@ -232,10 +200,8 @@ def assert_same(whole, resumed, step, micro=1):
     """The resumed part is the second part of the uninterrupted run."""
     for one, two in zip(whole, resumed, strict=True):
         assert two["steps"] == list(range(step + 1, STEPS + 1))
-        assert (
-            two["rows"] == one["rows"][step * micro :]
-            and two["losses"] == one["losses"][step * micro :]
-        )
+        assert two["rows"] == one["rows"][step * micro :]
+        assert two["losses"] == one["losses"][step * micro :]
         assert set(one["end"]) == set(two["end"])
         assert [k for k in one["end"] if one["end"][k] != two["end"][k]] == []
 
@@ -246,6 +212,12 @@ def options_of(preset, changes, step, procs):
         options += ["--set", *changes]
     options += ["--lr", 0.01] if preset in ("full", "local_sgd") else []
     return options + (["--no-shard"] if procs == 1 else [])
+
+
+def shape(islands, procs):
+    """What `run_ranks` is told; one rank is no launcher's."""
+    env = {"LOCAL_RANK": "-1"} if procs == 1 else None
+    return {"islands": islands, "procs": procs, "timeout": 120, "env": env}
 
 
 def each(rank, source, where, jobs, *more):
@@ -279,13 +251,7 @@ def go_on(run_ranks, source, cases, procs):
         name: options_of(preset, changes, step, procs)
         for name, (preset, changes, step) in cases.items()
     }
-    # no launcher
-    common = {
-        "islands": 2,
-        "procs": procs,
-        "timeout": 280,
-        "env": {"LOCAL_RANK": "-1"} if procs == 1 else None,
-    }
+    common = {**shape(2, procs), "timeout": 280}
     whole = run_ranks(each, **common, args=(source, "whole", jobs))
     for name, (_, _, step) in cases.items():
         stopped_at(step, source / name / "whole", source / name / "part")
@@ -303,10 +269,7 @@ def test_pretrain_resume_equals_the_uninterrupted_run(run_ranks, source, family,
     for name, step, whole, resumed in go_on(run_ranks, source, cases, procs):
         with named(name):
             assert_same(whole, resumed, step)
-            for island in range(2):
-                assert lines(source / name / "part", island) == lines(
-                    source / name / "whole", island
-                )
+            assert_same_lines(source / name)
 
 
 def test_pretrain_resume_covers_every_preset():
@@ -325,11 +288,9 @@ def test_pretrain_resume_with_a_message_under_way(run_ranks, source):
 DEMO = ["--exchange", "demo", "--save-every", 3]
 
 
-def saves(output):
-    return {
-        p.name: sorted(c.name for c in p.iterdir() if "-" in c.name)
-        for p in sorted(output.glob("island*"))
-    }
+def saves(output, folders="island*"):
+    found = {p.name: sorted(c.name for c in p.glob("*-*")) for p in output.glob(folders)}
+    return dict(sorted(found.items()))
 
 
 @pytest.mark.parametrize("procs", [1, 2])
@@ -339,41 +300,27 @@ def test_pretrain_resume_after_a_stop(run_ranks, source, procs):
     newer than the checkpoint of 3.
     """
     more = [*DEMO, "--accumulation", 2, *(["--no-shard"] if procs == 1 else [])]
-    common = {
-        "islands": 2,
-        "procs": procs,
-        "timeout": 120,
-        "env": {"LOCAL_RANK": "-1"} if procs == 1 else None,
-    }
+    common = shape(2, procs)
     whole = run_ranks(train, **common, args=(source, source / "whole", more))
 
     def told(rank):
-        train(
-            rank,
-            source,
-            source / "part",
-            more,
-            {4: lambda rank: os.kill(os.getpid(), signal.SIGTERM)},
-        )
+        stop = {4: lambda rank: os.kill(os.getpid(), signal.SIGTERM)}
+        train(rank, source, source / "part", more, stop)
 
     outcomes = run_ranks(told, **common, check=False)
     assert {o.status for o in outcomes} == {75}, outcomes[0].log
-    assert saves(source / "part") == {
-        f"island{i}": ["checkpoint-3", "checkpoint-6"] for i in range(2)
-    }
+    held = ["checkpoint-3", "checkpoint-6"]
+    assert saves(source / "part") == {"island0": held, "island1": held}
     resumed = run_ranks(train, **common, args=(source, source / "part", [*more, "--resume"]))
     assert_same(whole, resumed, 6, micro=2)
-    for island in range(2):
-        assert lines(source / "part", island) == lines(source / "whole", island)
+    assert_same_lines(source)
 
 
 def test_pretrain_save_async_writes_the_same(run_ranks, source):
     """A checkpoint that is written while training goes on is the same as a plain one."""
     options = ["--exchange", "diloco", "--set", "period=4", "--save-every", 3]
     for name, more in (("whole", []), ("part", ["--save-async"])):
-        run_ranks(
-            train, islands=2, procs=2, timeout=120, args=(source, source / name, [*options, *more])
-        )
+        run_ranks(train, **shape(2, 2), args=(source, source / name, [*options, *more]))
         forget_the_end(source / name)
     for path in sorted((source / "whole").glob("island*/checkpoint-*/*/*.safetensors")):
         other = source / "part" / path.relative_to(source / "whole")
@@ -381,20 +328,12 @@ def test_pretrain_save_async_writes_the_same(run_ranks, source):
             one, two = load_file(path), load_file(other)
             assert one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
     whole, part = (
-        run_ranks(
-            train,
-            islands=2,
-            procs=2,
-            timeout=120,
-            args=(source, source / n, [*options, "--resume"]),
-        )
+        run_ranks(train, **shape(2, 2), args=(source, source / n, [*options, "--resume"]))
         for n in ("whole", "part")
     )
-    assert_same(
-        [{**w, "rows": [None] * 9 + w["rows"], "losses": [None] * 9 + w["losses"]} for w in whole],
-        part,
-        9,
-    )
+    before = [None] * 9
+    whole = [{**w, "rows": before + w["rows"], "losses": before + w["losses"]} for w in whole]
+    assert_same(whole, part, 9)
 
 
 def test_pretrain_resume_without_own_checkpoints(run_ranks, source):
@@ -402,21 +341,17 @@ def test_pretrain_resume_without_own_checkpoints(run_ranks, source):
 
     def lost(rank, *more):
         logging.basicConfig(format="%(message)s", force=True)  # pytest's handlers would keep it
-        train(
-            rank,
-            source,
-            source / "part",
-            ["--exchange", "diloco", "--set", "period=4", "--save-every", 4, "--resume", *more],
-        )
+        train(rank, source, source / "part", [*options, "--resume", *more])
 
-    options = ["--exchange", "diloco", "--set", "period=4", "--save-every", 4, "--steps", 8]
-    run_ranks(train, islands=2, procs=2, timeout=120, args=(source, source / "part", options))
+    options = ["--exchange", "diloco", "--set", "period=4", "--save-every", 4]
+    args = (source, source / "part", [*options, "--steps", 8])
+    run_ranks(train, **shape(2, 2), args=args)
     shutil.rmtree(source / "part" / "island1")
-    refused = run_ranks(lost, islands=2, procs=2, timeout=120, check=False)
+    refused = run_ranks(lost, **shape(2, 2), check=False)
     # a person must choose: EX_CONFIG
     assert [o.status for o in refused] == [78] * 4 and "Traceback" not in refused[0].log
     assert "no checkpoint is held by all islands (island0: 4, 8; island1: none)" in refused[0].log
-    run_ranks(lost, islands=2, procs=2, timeout=120, args=("--take-over",))
+    run_ranks(lost, **shape(2, 2), args=("--take-over",))
     assert [line["step"] for line in lines(source / "part", 0)[:-1]] == [2, 4, 6, 8, 10]
     assert lines(source / "part", 0)[-1]["digests_equal"] is True
 
@@ -426,39 +361,17 @@ def test_pretrain_resume_with_other_numbers(run_ranks, source, islands, procs):
     """2 islands x 2 shards go on as others: steps, schedule and the part of the epoch stay, the
     loss does not jump.
     """
-    options = [
-        "--exchange",
-        "diloco",
-        "--set",
-        "period=4",
-        "--lr",
-        0.003,
-        "--save-every",
-        6,
-        "--resume",
-        "--take-over",
-    ]
-    run_ranks(train, islands=2, procs=2, timeout=120, args=(source, source / "part", options))
+    options = "--exchange diloco --set period=4 --lr 0.003 --save-every 6 --resume --take-over"
+    options = options.split()
+    run_ranks(train, **shape(2, 2), args=(source, source / "part", options))
     forget_the_end(source / "part")
-    logs = [
-        json.loads(line)
-        for line in (source / "part" / "island0" / "metrics.jsonl").read_text().splitlines()
-    ]
-    env = {"ISLAND_COUNT": "1"} if islands == 1 else {"LOCAL_RANK": "-1"} if procs == 1 else None
-    more = ["--no-shard"] if procs == 1 else []
-    results = run_ranks(
-        train,
-        islands=islands,
-        procs=procs,
-        env=env,
-        timeout=120,
-        args=(source, source / "part", [*options, *more]),
-    )
+    logs, how = log_of(source / "part"), shape(islands, procs)
+    if islands == 1:
+        how["env"] = {"ISLAND_COUNT": "1"}
+    options += ["--no-shard"] if procs == 1 else []
+    results = run_ranks(train, **how, args=(source, source / "part", options))
     assert all(r["steps"] == [7, 8, 9, 10] for r in results)
-    after = [
-        json.loads(line)
-        for line in (source / "part" / "island0" / "metrics.jsonl").read_text().splitlines()
-    ]
+    after = log_of(source / "part")
     assert [line["step"] for line in after] == [2, 4, 6, 8, 10] and after[:3] == logs[:3]
     assert abs(after[3]["loss"] - logs[3]["loss"]) < 0.15, (after, logs)
 
@@ -473,10 +386,7 @@ def test_pretrain_resume_of_a_mesh(run_ranks, source):
     options = ["--exchange", "diloco", "--set", "period=4", "--mesh", "--save-every", 3]
     common = {"islands": 1, "procs": 4, "env": two_nodes, "timeout": 120}
     whole = run_ranks(train, **common, args=(source, source / "whole", [*options, "--keep", 9]))
-    held = {
-        p.name: sorted(c.name for c in p.glob("checkpoint-*"))
-        for p in (source / "whole").glob("replica*")
-    }
+    held = saves(source / "whole", "replica*")
     assert held == {f"replica{i}": [f"checkpoint-{s}" for s in (10, 3, 6, 9)] for i in range(2)}
     stopped_at(6, source / "whole", source / "part")
     resumed = run_ranks(train, **common, args=(source, source / "part", [*options, "--resume"]))

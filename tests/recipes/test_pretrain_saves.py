@@ -38,9 +38,8 @@ def held(source, where):  # noqa: F811
 
 
 def last(source, where, island):  # noqa: F811
-    return json.loads(
-        (source / where / f"machine{island}" / f"island{island}" / "summary.json").read_text()
-    )
+    folder = source / where / f"machine{island}" / f"island{island}"
+    return json.loads((folder / "summary.json").read_text())
 
 
 def test_pretrain_save_islands_stopped_at_unlike_steps(run_ranks, source):  # noqa: F811
@@ -62,22 +61,16 @@ def test_pretrain_save_islands_stopped_at_unlike_steps(run_ranks, source):  # no
     assert len(left) == 2 and steps[1] == steps[0] + 1
     again = run_ranks(apart, **ONE, args=(source, "run", [*options, "--resume"]), check=False)
     assert [o.status for o in again] == [0, 0], again[0].error
-    assert all(
-        f"resumed from checkpoint of step {step}" in o.log
-        for step, o in zip(steps, again, strict=True)
-    )
-    assert last(source, "run", 0)["digests_equal"] is True and all(
-        o.value["steps"][-1] == 10 for o in again
-    )
+    for step, o in zip(steps, again, strict=True):
+        assert f"resumed from checkpoint of step {step}" in o.log
+    assert last(source, "run", 0)["digests_equal"] is True
+    assert all(o.value["steps"][-1] == 10 for o in again)
 
 
 def test_pretrain_resume_auto_without_checkpoints_begins(run_ranks, source):  # noqa: F811
     """`--resume auto` begins at step 0 where no island holds a checkpoint."""
-    out = run_ranks(
-        apart,
-        **ONE,
-        args=(source, "run", [*DILOCO, "--save-every", 4, "--steps", 4, "--resume", "auto"]),
-    )
+    options = [*DILOCO, "--save-every", 4, "--steps", 4, "--resume", "auto"]
+    out = run_ranks(apart, **ONE, args=(source, "run", options))
     assert out[0]["steps"] == [1, 2, 3, 4]
 
 
@@ -117,14 +110,11 @@ def test_pretrain_save_full_disk_on_one_island(run_ranks, source, how):  # noqa:
             apart(rank, source, "run", options)
 
     out = run_ranks(job, **ONE, check=False)
-    assert [o.status for o in out] == [
-        0,
-        0,
-    ] and "checkpoint of step 4 not saved ([Errno 28] No space" in out[1].log
+    assert [o.status for o in out] == [0, 0]
+    assert "checkpoint of step 4 not saved ([Errno 28] No space" in out[1].log
     assert [last(source, "run", i)["failed_saves"] for i in (0, 1)] == [0, 1]
-    assert [n for n in held(source, "run") if n.startswith("1/")] == [
-        f"1/checkpoint-{s}" for s in (10, 2, 6, 8)
-    ]
+    kept = [n for n in held(source, "run") if n.startswith("1/")]
+    assert kept == [f"1/checkpoint-{s}" for s in (10, 2, 6, 8)]
 
 
 def test_pretrain_save_refuses_a_nan(run_ranks, source):  # noqa: F811
@@ -151,10 +141,8 @@ def test_pretrain_save_refuses_a_nan(run_ranks, source):  # noqa: F811
 
     out = run_ranks(job, **ONE, check=False)
     assert [o.status for o in out] == [0, 0], out[0].error
-    assert (
-        "checkpoint of step 4 not saved (replica.optimizer." in out[0].log
-        and "holds values that are not finite" in out[0].log
-    )
+    assert "checkpoint of step 4 not saved (replica.optimizer." in out[0].log
+    assert "holds values that are not finite" in out[0].log
     assert held(source, "run") == [f"{i}/checkpoint-{s}" for i in (0, 1) for s in (2, 6)]
 
 
@@ -178,20 +166,14 @@ def test_pretrain_save_of_a_broken_exchange(run_ranks, source):  # noqa: F811
 
     out = run_ranks(job, **ONE, check=False)
     assert [o.status for o in out] == [75, 75], out[0].log
-    assert held(source, "run") == [
-        f"{i}/{name}" for i in (0, 1) for name in ("checkpoint-2", "checkpoint-4")
-    ]
+    assert held(source, "run") == [f"{i}/checkpoint-{s}" for i in (0, 1) for s in (2, 4)]
 
 
 @pytest.mark.parametrize("options", [["--resume", "auto"], ["--save-every", 4, "--resume"], []])
 def test_pretrain_warns_of_a_run_that_saves_nothing(run_ranks, source, options):  # noqa: F811
     """A run with `--resume auto` that saves nothing says so."""
-    found = run_ranks(
-        apart,
-        **ONE | {"islands": 1},
-        args=(source, f"unsaved{len(options)}", [*DILOCO, *options]),
-        check=False,
-    )
+    args = (source, f"unsaved{len(options)}", [*DILOCO, *options])
+    found = run_ranks(apart, **ONE | {"islands": 1}, args=args, check=False)
     text = "no checkpoints are written: a run that loses all islands begins again at step 0; add"
     assert [o.status for o in found] == [0], found[0].log
     assert (text in found[0].log) is (options == ["--resume", "auto"])

@@ -74,24 +74,12 @@ class Exchange:
 
 
 def start(
-    folder: Path,
-    islands: int,
-    procs: int,
-    steps: Sequence[int],
-    before: Any = None,
-    left: Sequence[int] = (),
+    folder: Path, islands: int, procs: int, steps: Any, before: Any = None, left: Any = ()
 ) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Steps of a job from `before` on: state, summary and table of rank 0."""
     exchange = Exchange(islands, procs, steps[0])
-    made = report.Report(
-        Ranks(procs),
-        exchange,
-        folder,
-        steps=steps[1],
-        log_every=10,
-        parameters=PARAMETERS,
-        facts={},
-    )
+    how = {"steps": steps[1], "log_every": 10, "parameters": PARAMETERS, "facts": {}}
+    made = report.Report(Ranks(procs), exchange, folder, **how)
     if before is not None:
         made.load_state_dict(json.loads(json.dumps(before)))
     if not steps[0]:  # as the recipes do
@@ -150,15 +138,12 @@ def test_report_without_counters_says_from_where_it_counts(tmp_path):
     assert summary["bytes_full_per_island"] == 2 * PARAMETERS * 10
 
 
-@pytest.mark.parametrize(
-    ("islands", "left", "says", "agree"),
-    [
-        (3, (0, 2), "islands  3 began, 2 at the end (0, 2)", "yes, bit for bit, of the 2 at the"),
-        (2, (0,), "islands  2 began, 1 at the end (0)", "one island is left"),
-        (2, (0, 1, 2), "islands  2 began, 3 at the end (0, 1, 2)", "of the 3 at the end"),
-        (2, (0, 1), "", "islands agree  yes, bit for bit"),
-    ],
-)
+@pytest.mark.parametrize(("islands", "left", "says", "agree"), [
+    (3, (0, 2), "islands  3 began, 2 at the end (0, 2)", "yes, bit for bit, of the 2 at the"),
+    (2, (0,), "islands  2 began, 1 at the end (0)", "one island is left"),
+    (2, (0, 1, 2), "islands  2 began, 3 at the end (0, 1, 2)", "of the 3 at the end"),
+    (2, (0, 1), "", "islands agree  yes, bit for bit"),
+])  # fmt: skip
 def test_report_table_says_who_took_part_at_the_end(tmp_path, islands, left, says, agree):
     """The table says which islands took part at the end."""
     _, summary, table = start(tmp_path, islands, 1, (0, 10), left=left)
@@ -170,30 +155,20 @@ def test_report_flops_per_token():
     """The operations per token are those of the matrices and of attention."""
     layer = 128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 384 + 2 * 128  # q and o, k and v, MLP, norms
     head, attention = 258 * 128, 2 * 128
-    assert (
-        report.flops_per_token(tiny(), 100) == 6 * (2 * layer + 128 + head) + 12 * attention * 100
-    )
-    assert report.flops_per_token(tiny(tie_word_embeddings=True), 100) == report.flops_per_token(
-        tiny(), 100
-    )
+    whole = 6 * (2 * layer + 128 + head) + 12 * attention * 100
+    for model in (tiny(), tiny(tie_word_embeddings=True)):
+        assert report.flops_per_token(model, 100) == whole
 
 
 def test_report_peak_is_known_by_name_or_given(monkeypatch):
     """The peak of a GPU is known by its name, or given."""
-    for name, peak in {
-        "NVIDIA H200": 989,
-        "NVIDIA H100 PCIe": 756,
-        "NVIDIA A100-SXM4-80GB": 312,
-        "NVIDIA L40S": 362,
-        "NVIDIA L4": 121,
-    }.items():
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+    gpus = {"H200": 989, "H100 PCIe": 756, "A100-SXM4-80GB": 312, "L40S": 362, "L4": 121}
+    for gpu, peak in gpus.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, gpu=gpu: f"NVIDIA {gpu}")
         assert report.peak_flops(torch.device("cuda")) == peak * 1e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Another GPU")
-    assert (
-        report.peak_flops(torch.device("cuda")) is None
-        and report.peak_flops(torch.device("cuda"), 5) == 5e12
-    )
+    assert report.peak_flops(torch.device("cuda")) is None
+    assert report.peak_flops(torch.device("cuda"), 5) == 5e12
     assert report.peak_flops(torch.device("cpu")) is None
 
 

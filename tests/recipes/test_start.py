@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "recipes"))
 
 from start import Start  # noqa: E402
+
+from ..support.programs import fresh_python  # noqa: E402
 
 
 @pytest.fixture
@@ -48,9 +49,7 @@ def test_start_line_has_every_part_once(launched: float, caplog: Any) -> None:
     assert abs(sum(start.parts.values()) - (time.time() - launched)) < 5
 
 
-def test_start_without_a_launcher_counts_from_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_start_without_a_launcher_counts_from_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process without a launcher counts from its own start."""
     monkeypatch.delenv("ISLAND_LAUNCHED", raising=False)
     start = Start()
@@ -67,5 +66,4 @@ def test_start_of_a_rehearsal_does_not_import_torch() -> None:
         "assert rehearsal.devices(plan) == (['', ''], 'on the CPU')\n"
         "assert 'torch' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
+    fresh_python(program, ROOT)

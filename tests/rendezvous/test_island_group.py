@@ -21,6 +21,8 @@ from fsdp_demo.rendezvous.position import ShardPosition
 from ..support import accelerator as there
 from ..support import probe
 from ..support.accelerator import Accelerator, plug_in
+from ..support.inside import in_ranks
+from ..support.joining import same
 
 DEVICE = torch.device("cuda", 0)
 
@@ -38,40 +40,35 @@ def joined(me: Any, backend: str) -> Any:
 # ---- votes -------------------------------------------------------------------------------------
 
 
-def test_island_group_votes_over_gloo_beside_another_backend(run_ranks) -> None:
+@in_ranks(1, 4, group=False)
+def test_island_group_votes_over_gloo_beside_another_backend(me) -> None:
     """A mesh on another backend votes over gloo, each replica by itself: the second one makes its
     group when the first has voted, and has come and gone.
     """
-
-    def run(me):
-        topology = Topology.from_mesh(joined(me, "cpu:gloo"), timeout=100.0)
-        mark = me.folder / "voted"
-        if topology.island == 1:
-            while not mark.exists():
-                time.sleep(0.01)
-        island = IslandGroup(topology, ShardPosition(2, topology.rank), DEVICE)
-        votes = island.max(float(me.rank), 1.0), island.sum(float(me.rank))
-        ranks, backend = dist.get_process_group_ranks(island.group), dist.get_backend(island.group)
-        patience = island.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        own, copies = island.group is not topology.group, island.copies is topology.group
-        island.release()
-        mark.touch()
-        return votes, ranks, backend, patience, own, copies, island.group
-
-    for r, (votes, *rest) in enumerate(run_ranks(run, 1, 4, group=False)):
-        first = r // 2 * 2
-        assert votes == ([first + 1.0, 1.0], [2 * first + 1.0])
-        assert rest == [[first, first + 1], "gloo", 160.0, True, True, None]
+    topology = Topology.from_mesh(joined(me, "cpu:gloo"), timeout=100.0)
+    mark = me.folder / "voted"
+    if topology.island == 1:
+        while not mark.exists():
+            time.sleep(0.01)
+    island = IslandGroup(topology, ShardPosition(2, topology.rank), DEVICE)
+    first = me.rank // 2 * 2
+    assert island.max(float(me.rank), 1.0) == [first + 1.0, 1.0]
+    assert island.sum(float(me.rank)) == [2 * first + 1.0]
+    assert dist.get_process_group_ranks(island.group) == [first, first + 1]
+    assert dist.get_backend(island.group) == "gloo"
+    options = island.group._get_backend(torch.device("cpu")).options
+    assert options._timeout.total_seconds() == 160.0
+    assert island.group is not topology.group and island.copies is topology.group
+    island.release()
+    mark.touch()
+    assert island.group is None
 
 
-def test_island_group_on_gloo_votes_over_its_own_group(run_ranks) -> None:
+@in_ranks(1, 4, group=False)
+def test_island_group_on_gloo_votes_over_its_own_group(me) -> None:
     """A mesh on gloo votes over its own group."""
-
-    def run(me):
-        topology = Topology.from_mesh(joined(me, "gloo"))
-        return IslandGroup(topology, ShardPosition(2, topology.rank)).group is topology.group
-
-    assert run_ranks(run, 1, 4, group=False) == [True] * 4
+    topology = Topology.from_mesh(joined(me, "gloo"))
+    assert IslandGroup(topology, ShardPosition(2, topology.rank)).group is topology.group
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
@@ -94,92 +91,69 @@ def test_island_group_exchange_in_a_mesh(run_ranks, backend) -> None:
         return exchange.digests_equal(), [p.detach().full_tensor() for p in model.parameters()]
 
     found = run_ranks(train, 1, 4, group=False)
-    assert all(equal for equal, _ in found) and all(
-        torch.equal(a, b) for _, values in found for a, b in zip(values, found[0][1], strict=True)
-    )
+    assert all(equal and same(values, found[0][1]) for equal, values in found)
 
 
-def test_island_group_broadcasts_among_copies(run_ranks) -> None:
+@in_ranks(1, 4)
+def test_island_group_broadcasts_among_copies(me) -> None:
     """Each shard hears its own first copy; where there are no copies nothing is sent."""
-
-    def run(me):
-        topology, out = Topology(world=4, rank=me.proc), []
-        for shards in (1, 2, 4):
-            island = IslandGroup(
-                topology, ShardPosition(shards, me.proc % shards, 4 // shards, me.proc // shards)
-            )
-            work = torch.tensor([me.proc], dtype=torch.uint8)
-            island.broadcast(work)
-            out.append(int(work))
-        return out
-
-    assert run_ranks(run, 1, 4) == [[0, r % 2, r] for r in range(4)]
+    topology = Topology(world=4, rank=me.proc)
+    for shards, first in ((1, 0), (2, me.proc % 2), (4, me.proc)):
+        place = ShardPosition(shards, me.proc % shards, 4 // shards, me.proc // shards)
+        work = torch.tensor([me.proc], dtype=torch.uint8)
+        IslandGroup(topology, place).broadcast(work)
+        assert int(work) == first
 
 
 # ---- the norm ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shards, limit", [(1, 0.5), (2, 0.5), (4, 0.5), (2, 1e3)])
-def test_island_group_norm_on_a_device_is_that_of_the_host(run_ranks, shards, limit) -> None:
+@in_ranks(1, 4)
+def test_island_group_norm_on_a_device_is_that_of_the_host(me, shards, limit) -> None:
     """The norm over 4 ranks that hold `shards` shards, one of which has no gradient, is on a device
     as on the host, and as torch clips the whole.
     """
-
-    def run(me):
-        position = ShardPosition(shards, me.proc % shards, 4 // shards, me.proc // shards)
-        island = IslandGroup(Topology(world=4, rank=me.proc), position)
-        gradients = [
-            [torch.randn(n, generator=torch.Generator().manual_seed(10 * s + n)) for n in (5, 70)]
-            for s in range(shards)
-        ]
-        gradients[-1] = gradients[-1] if shards < 4 else []
-        mine = gradients[position.shard]
-        host, there, whole = (
-            [g.clone() for g in mine],
-            [g.clone() for g in mine],
-            [torch.nn.Parameter(g) for part in gradients for g in part],
-        )
-        island.clip([*host, None], limit)
-        patch = pytest.MonkeyPatch()  # of a rank, which ends with it
-        patch.setattr(IslandGroup, "_on_device", lambda self: True)
-        patch.setattr(IslandGroup, "sum", lambda *_: pytest.fail("a number of the host"))
-        island.clip([*there, None], limit)
-        for p in whole:
-            p.grad = p.detach().clone()
-        torch.nn.utils.clip_grad_norm_(whole, limit)
-        before = sum(len(part) for part in gradients[: position.shard])
-        for a, b, g, p in zip(host, there, mine, whole[before:], strict=False):
-            torch.testing.assert_close(a, p.grad, rtol=1e-6, atol=0)
-            assert torch.equal(a, g) == (limit > 1)
-            assert torch.equal(a, b)
-        return True
-
-    assert all(run_ranks(run, 1, 4))
+    position = ShardPosition(shards, me.proc % shards, 4 // shards, me.proc // shards)
+    island = IslandGroup(Topology(world=4, rank=me.proc), position)
+    gradients = [
+        [torch.randn(n, generator=torch.Generator().manual_seed(10 * s + n)) for n in (5, 70)]
+        for s in range(shards)
+    ]
+    gradients[-1] = gradients[-1] if shards < 4 else []
+    mine = gradients[position.shard]
+    host, there = [g.clone() for g in mine], [g.clone() for g in mine]
+    whole = [torch.nn.Parameter(g) for part in gradients for g in part]
+    island.clip([*host, None], limit)
+    IslandGroup._on_device = lambda self: True
+    IslandGroup.sum = lambda *_: pytest.fail("a number of the host")
+    island.clip([*there, None], limit)
+    for p in whole:
+        p.grad = p.detach().clone()
+    torch.nn.utils.clip_grad_norm_(whole, limit)
+    before = sum(len(part) for part in gradients[: position.shard])
+    for a, b, g, p in zip(host, there, mine, whole[before:], strict=False):
+        torch.testing.assert_close(a, p.grad, rtol=1e-6, atol=0)
+        assert torch.equal(a, g) == (limit > 1)
+        assert torch.equal(a, b)
 
 
-def test_island_group_norm_is_reduced_where_the_group_reaches(run_ranks) -> None:
+@in_ranks(1, 4, group=False)
+def test_island_group_norm_is_reduced_where_the_group_reaches(me) -> None:
     """A norm is reduced on the device if the group that training uses reaches it; alone always; on
     a CPU never.
     """
-
-    def run(me):
-        mesh = joined(me, "cpu:gloo")
-        topology, sharded, whole = (
-            Topology.from_mesh(mesh),
-            ShardPosition(2, me.rank % 2),
-            ShardPosition(1, 0, 2, me.rank % 2),
-        )
-        islands = [
-            IslandGroup(topology, place, device)
-            for place in (sharded, whole)
-            for device in (DEVICE, torch.device("cpu"))
-        ]
-        islands[0]._ranks = dist.new_group(backend="cpu:gloo,cuda:gloo")
-        reached = islands[0]._on_device()
-        islands[0]._ranks = topology.group
-        return [reached, *(i._on_device() for i in islands)]
-
-    assert run_ranks(run, 1, 4, group=False) == [[True, False, False, True, False]] * 4
+    topology = Topology.from_mesh(joined(me, "cpu:gloo"))
+    sharded, whole = ShardPosition(2, me.rank % 2), ShardPosition(1, 0, 2, me.rank % 2)
+    islands = [
+        IslandGroup(topology, place, device)
+        for place in (sharded, whole)
+        for device in (DEVICE, torch.device("cpu"))
+    ]
+    islands[0]._ranks = dist.new_group(backend="cpu:gloo,cuda:gloo")
+    assert islands[0]._on_device()
+    islands[0]._ranks = topology.group
+    assert [i._on_device() for i in islands] == [False, False, True, False]
 
 
 def test_island_group_norm_over_two_devices() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +21,8 @@ from fsdp_demo.rendezvous import announcement, attempts, starting
 from fsdp_demo.rendezvous.position import ShardPosition
 from fsdp_demo.store.client import WorldStore
 
+from ..support.inside import in_a_process, in_ranks
+from ..support.refused import refusal
 from ..support.threaded import at_once
 
 
@@ -46,47 +47,36 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("moment", ["before its addresses", "behind its addresses"])
-def test_meeting_goes_on_without_a_killed_island(
-    run_ranks: Callable[..., Any], everywhere: Any, moment: str
-) -> None:
+@in_ranks(3, 1, env={"ISLAND_TIMEOUT": "200"}, timeout=90)
+def test_meeting_goes_on_without_a_killed_island(me, moment: str) -> None:
     """Island 1 is killed while three islands meet, and comes back. The others leave that attempt as
     soon as it has ended, far before ISLAND_TIMEOUT, and all meet in the next one.
     """
-    everywhere.setattr(starting, "BEAT", 0.2)
+    starting.BEAT = 0.2
+    plain, notes = announcement.starting_peers, ZeroMQ._notes
 
-    def fn(me: Any) -> list[str]:
-        plain, notes, said = announcement.starting_peers, ZeroMQ._notes, list[str]()
+    def killed(*args: Any) -> Any:
+        if moment == "behind its addresses":
+            ZeroMQ._notes = lambda *told: notes(*told) and kill()  # type: ignore[method-assign]
+            return plain(*args)
+        return kill()
 
-        def killed(*args: Any) -> Any:
-            if moment == "behind its addresses":
-                ZeroMQ._notes = lambda *told: notes(*told) and kill()  # type: ignore[method-assign]
-                return plain(*args)
-            return kill()
+    def kill() -> None:
+        ZeroMQ._notes = notes  # type: ignore[method-assign]
+        raise Killed
 
-        def kill() -> None:
-            ZeroMQ._notes = notes  # type: ignore[method-assign]
-            raise Killed
-
-        if me.island == 1:
-            announcement.starting_peers = killed
-        for _ in range(2):
-            topology = Topology.from_env()
-            try:
-                peers, _ = topology.join(ShardPosition())
-                assert peers is not None
-                peers.release()
-                said.append(topology.prefix().rpartition("/")[2])
-                break
-            except (PeerLost, Killed) as error:
-                said.append(str(error))
-                announcement.starting_peers = plain
-                forget()
-        return said
-
-    one, two, three = run_ranks(fn, 3, 1, env={"ISLAND_TIMEOUT": "200"}, timeout=90)
-    assert two == ["", "1"]
-    for text, attempt in (one, three):
-        assert "when island 1 left the attempt" in text and attempt == "1", text
+    if me.island == 1:
+        announcement.starting_peers = killed
+    with pytest.raises(Killed if me.island == 1 else PeerLost) as error:
+        Topology.from_env().join(ShardPosition())
+    assert ("when island 1 left the attempt" in str(error.value)) == (me.island != 1)
+    announcement.starting_peers = plain
+    forget()
+    topology = Topology.from_env()
+    peers, _ = topology.join(ShardPosition())
+    assert peers is not None
+    peers.release()
+    assert topology.prefix().rpartition("/")[2] == "1"
 
 
 def test_meeting_in_vain_ends_the_attempt() -> None:
@@ -167,27 +157,20 @@ def test_meeting_newcomer_does_not_search_in_vain(rank: int) -> None:
     poller.close(0)
 
 
-def test_meeting_in_a_mesh_after_a_start_that_failed(run_ranks: Callable[..., Any]) -> None:
+@in_a_process
+def test_meeting_in_a_mesh_after_a_start_that_failed() -> None:
     """Replicas on a store that outlives their processes come together though one of them died
     before the last meeting.
     """
+    store, met = dist.HashStore(), list[int]()
 
-    def run() -> list[str]:
-        store, found = dist.HashStore(), ["", ""]
+    def comes(i: int, timeout: float = 5.0) -> None:
+        peers, _ = Topology.from_store(store, i, 2, timeout).join(ShardPosition())
+        assert peers is not None
+        peers.release()
+        met.append(i)
 
-        def comes(i: int, timeout: float = 5.0) -> None:
-            try:
-                peers, _ = Topology.from_store(store, i, 2, timeout).join(ShardPosition())
-                assert peers is not None
-                peers.release()
-            except PeerLost as error:
-                found[i] = str(error)
-
-        comes(0, 0.3)  # the other one died
-        told = "the addresses of 2 islands: came 0 (island0); missing 1 (island1)"
-        assert f"waited 0.3 s for {told}" in found[0]
-        found[0] = ""
-        at_once(comes, 2, 30.0)
-        return found
-
-    assert run_ranks(run, 1, 1) == [["", ""]]
+    waited = "waited 0.3 s for the addresses of 2 islands: came 0 (island0); missing 1 (island1)"
+    refusal(lambda: comes(0, 0.3), waited, kind=PeerLost)  # the other one died
+    at_once(comes, 2, 30.0)
+    assert sorted(met) == [0, 1]

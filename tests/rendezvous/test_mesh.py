@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +17,8 @@ from fsdp_demo.rendezvous.position import ShardPosition
 from fsdp_demo.store.client import WorldStore
 
 from ..support.elastic import descriptors, die
-from ..support.threaded import alone, at_once
+from ..support.inside import in_a_process
+from ..support.threaded import at_once
 
 
 class HeldStore:
@@ -48,76 +48,68 @@ def swapped(peers: PeerGroup) -> list[int]:
 
 
 @pytest.mark.parametrize("end", ["killed", "closed", "silent", "stands"])
-def test_mesh_loss_is_told_without_the_store(run_ranks: Callable[..., Any], end: str) -> None:
+@in_a_process
+def test_mesh_loss_is_told_without_the_store(end: str) -> None:
     """The survivor says who was lost and why within the timeout, though the store of the world
     went with the lost replica; no step asks that store.
     """
+    store, found, over = HeldStore(), list[str](), threading.Event()
 
-    def run() -> None:
-        store, found, over = HeldStore(), list[str](), threading.Event()
+    def replica(i: int) -> None:
+        peers = met(store, i, 2.0)
+        assert swapped(peers) == [0, 1]
+        store.held, before = True, store.asked
+        assert [swapped(peers) for _ in range(3)] == [[0, 1]] * 3
+        driver = peers._driver
+        assert driver is not None
+        if i == 1:
+            if end == "killed":
+                driver.do(lambda: die(driver))
+            if end == "closed":
+                peers.release()
+            if end == "silent":
+                driver.do(lambda: over.wait(20.0))
+            assert over.wait(20.0)
+            return
+        with pytest.raises(PeerLost) as lost:
+            swapped(peers)
+        found.append(str(lost.value))
+        assert store.asked == before
+        peers.release()
+        over.set()
 
-        def replica(i: int) -> None:
-            peers = met(store, i, 2.0)
-            assert swapped(peers) == [0, 1]
-            store.held, before = True, store.asked
-            assert [swapped(peers) for _ in range(3)] == [[0, 1]] * 3
-            driver = peers._driver
-            assert driver is not None
-            if i == 1:
-                if end == "killed":
-                    driver.do(lambda: die(driver))
-                if end == "closed":
-                    peers.release()
-                if end == "silent":
-                    driver.do(lambda: over.wait(20.0))
-                assert over.wait(20.0)
-                return
-            with pytest.raises(PeerLost) as lost:
-                swapped(peers)
-            found.append(str(lost.value))
-            assert store.asked == before
-            peers.release()
-            over.set()
-
-        at_once(replica, 2, 30.0)
-        why = {"silent": "silent for 2 s", "stands": "it is alive, but has not come to message"}
-        reason = why.get(end, "closed by peer")
-        few = "; 2 must go on together, and 1 of them can"
-        told = rf"island 1 \(island1\) is lost: .*{reason}.*{few}.*#island-lost"
-        assert re.match(told, found[0]), found
-
-    alone(run_ranks, run)
+    at_once(replica, 2, 30.0)
+    why = {"silent": "silent for 2 s", "stands": "it is alive, but has not come to message"}
+    reason = why.get(end, "closed by peer")
+    few = "; 2 must go on together, and 1 of them can"
+    told = rf"island 1 \(island1\) is lost: .*{reason}.*{few}.*#island-lost"
+    assert re.match(told, found[0]), found
 
 
-def test_mesh_replica_that_came_in_vain_is_not_awaited(
-    run_ranks: Callable[..., Any], everywhere: Any
-) -> None:
+@in_a_process
+def test_mesh_replica_that_came_in_vain_is_not_awaited() -> None:
     """Who waits at the address of a replica that has died meets its next life, as soon as that has
     come.
     """
-    everywhere.setattr(zeromq, "ASK", 0.05)
+    zeromq.ASK = 0.05
+    store, waits = dist.HashStore(), threading.Event()
+    below = WorldStore(store, "the test", 5.0).under("fsdp_demo/peers/")
+    below.set("life/0", '"of a life that has ended"')
+    plain = zeromq.ZeroMQ._notes
 
-    def run() -> None:
-        store, waits = dist.HashStore(), threading.Event()
-        below = WorldStore(store, "the test", 5.0).under("fsdp_demo/peers/")
-        below.set("life/0", '"of a life that has ended"')
-        plain = zeromq.ZeroMQ._notes
+    def notes(*args: Any) -> Any:
+        waits.set()
+        return plain(*args)
 
-        def notes(*args: Any) -> Any:
-            waits.set()
-            return plain(*args)
+    def replica(i: int) -> None:
+        assert i == 1 or waits.wait(20.0)
+        for _ in range(2):  # the next meeting in one process, too
+            peers = met(store, i, 20.0)
+            assert swapped(peers) == [0, 1]
+            peers.release()
 
-        def replica(i: int) -> None:
-            assert i == 1 or waits.wait(20.0)
-            for _ in range(2):  # the next meeting in one process, too
-                peers = met(store, i, 20.0)
-                assert swapped(peers) == [0, 1]
-                peers.release()
-
-        zeromq.ZeroMQ._notes = notes  # type: ignore[method-assign]
-        at_once(replica, 2, 40.0)
-
-    alone(run_ranks, run)
+    zeromq.ZeroMQ._notes = notes  # type: ignore[method-assign]
+    at_once(replica, 2, 40.0)
 
 
 def test_single_replica_is_a_record_of_one_member() -> None:

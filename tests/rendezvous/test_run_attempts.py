@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import os
 import socket
 import subprocess
@@ -24,15 +23,21 @@ import torch.distributed as dist
 import fsdp_demo
 from fsdp_demo import PeerLost, Topology
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
+from fsdp_demo.errors import StoreSilent
 from fsdp_demo.exchange import sending
 from fsdp_demo.peers.votes import Ranks
 from fsdp_demo.rendezvous import attempts, starting, stop_notices
 from fsdp_demo.rendezvous.announcement import Rendezvous
 from fsdp_demo.rendezvous.position import ShardPosition
 from fsdp_demo.rendezvous.stop_notices import Presence
-from fsdp_demo.store.client import WorldStore
+from fsdp_demo.store.client import StoreClient, WorldStore
+from fsdp_demo.store.server import StoreServer
 
 from ..support import threaded
+from ..support.heard import heard
+from ..support.inside import in_a_process, in_ranks
+from ..support.refused import refusal
+from ..support.stores import InThread
 
 runs = itertools.count()
 
@@ -43,12 +48,8 @@ def quick(everywhere: Any) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[dict[str, str]]:
+def env(tmp_path: Path) -> Iterator[dict[str, str]]:
     """One run for several calls of `run_ranks`, over the durable store."""
-    from fsdp_demo.store.server import StoreServer
-
-    from ..support.stores import InThread
-
     name = {"ISLAND_RUN": f"attempts-{os.getpid()}-{next(runs)}"}
     served = InThread(StoreServer("127.0.0.1:0", tmp_path / "keys"))
     yield {**name, "ISLAND_ENDPOINT": served.endpoint}
@@ -63,6 +64,28 @@ def step(exchange: fsdp_demo.Exchange) -> None:
     for p in (q for group in exchange.optimizers[0].param_groups for q in group["params"]):
         p.grad = torch.ones_like(p)
     exchange.optimizers[0].step()
+
+
+def trained() -> tuple[str, bool | None]:
+    """A whole life; its attempt, and whether the islands are equal."""
+    exchange = attach()
+    step(exchange)
+    exchange.finish()
+    return exchange.topology.prefix(), exchange.digests_equal()
+
+
+def of_run() -> StoreClient:
+    """What this run has in the store."""
+    return Topology.from_env().open_store().under(os.environ["ISLAND_RUN"])
+
+
+def until_told(exchange: fsdp_demo.Exchange | None = None) -> None:
+    """Wait for the word of another island, and train meanwhile."""
+    store = of_run()
+    while not store.get("told"):
+        if exchange is not None:
+            step(exchange)
+        time.sleep(0.05)
 
 
 # ---- attempts ----------------------------------------------------------------------------------
@@ -100,7 +123,7 @@ def joins(me: Any) -> str:
     return Topology.from_env().prefix().partition("/")[2]
 
 
-def test_attempt_next_opens_after_a_death(run_ranks, run) -> None:
+def test_attempt_next_opens_after_a_death(run_ranks, env) -> None:
     """A start after a death opens the next attempt. Island 1 dies, island 0 misses it; then both
     are started again, as a supervisor does it, under the same run id. Twice.
     """
@@ -119,20 +142,14 @@ def test_attempt_next_opens_after_a_death(run_ranks, run) -> None:
         return exchange.topology.prefix()
 
     for number in range(2):
-        outcomes = run_ranks(life, 2, 1, env=run, check=False)
-        assert outcomes[0].value == f"{run['ISLAND_RUN']}/{number}", outcomes[0].error
+        outcomes = run_ranks(life, 2, 1, env=env, check=False)
+        assert outcomes[0].value == f"{env['ISLAND_RUN']}/{number}", outcomes[0].error
         assert outcomes[1].status == 9
 
-    def last(me: Any) -> tuple[str, bool | None]:
-        exchange = attach()
-        step(exchange)
-        exchange.finish()
-        return exchange.topology.prefix(), exchange.digests_equal()
-
-    assert run_ranks(last, 2, 1, env=run) == [(f"{run['ISLAND_RUN']}/2", True)] * 2
+    assert run_ranks(trained, 2, 1, env=env) == [(f"{env['ISLAND_RUN']}/2", True)] * 2
 
 
-def test_attempt_with_more_islands_whoever_comes_first(run_ranks, run) -> None:
+def test_attempt_with_more_islands_whoever_comes_first(run_ranks, env) -> None:
     """A run goes on with more islands. Two islands have stopped. The third one, which was not among
     them, comes before they are back.
     """
@@ -148,17 +165,15 @@ def test_attempt_with_more_islands_whoever_comes_first(run_ranks, run) -> None:
             store = topology.open_store()
             while store.get(f"{topology.run}/attempt") != "1":
                 time.sleep(0.05)
-        exchange = attach()
-        step(exchange)
-        exchange.finish()
-        return exchange.topology.prefix(), exchange.digests_equal()
+        return trained()
 
-    run_ranks(life, 2, 1, env=run, check=False)
-    assert run_ranks(again, 3, 1, env=run, timeout=60) == [(f"{run['ISLAND_RUN']}/1", True)] * 3
+    run_ranks(life, 2, 1, env=env, check=False)
+    assert run_ranks(again, 3, 1, env=env, timeout=60) == [(f"{env['ISLAND_RUN']}/1", True)] * 3
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_attempt_refuses_a_return_into_one_of_two_exchanges(run_ranks, run, at_once: bool) -> None:
+@in_ranks(2, 1, timeout=180)
+def test_attempt_refuses_a_return_into_one_of_two_exchanges(me, env, at_once: bool) -> None:
     """An island that comes back does not join one of two exchanges: nothing tells which it means,
     as they may be alike.
     """
@@ -168,85 +183,64 @@ def test_attempt_refuses_a_return_into_one_of_two_exchanges(run_ranks, run, at_o
         f"starting.BEAT = {starting.BEAT}; attach(); print('joined')"
     )
 
-    def fn(me: Any) -> tuple[int, str, str] | None:
-        store = Topology.from_env().open_store().under(run["ISLAND_RUN"])
-        first = attach()
-        step(first)
-        if not at_once:
-            first.finish()
-        second = attach()
-        step(second)
-        if me.island == 0:
-            while not store.get("told"):
-                time.sleep(0.05)
-            return None
-        for exchange in (first, second):  # nobody answers here any more, as after a death
-            exchange.detach()
-        told = subprocess.run(
-            [sys.executable, "-c", again], capture_output=True, text=True, timeout=150
-        )
-        store.set("told", "yes")
-        return told.returncode, told.stdout, told.stderr
-
-    status, said, text = run_ranks(fn, 2, 1, env=run, timeout=180)[1]
-    assert (status, said) == (1, ""), text
-    assert "its processes begin 2 exchanges" in text and "#several-exchanges" in text
+    first = attach()
+    step(first)
+    if not at_once:
+        first.finish()
+    second = attach()
+    step(second)
+    if me.island == 0:
+        return until_told()
+    for exchange in (first, second):  # nobody answers here any more, as after a death
+        exchange.detach()
+    told = subprocess.run(
+        [sys.executable, "-c", again], capture_output=True, text=True, timeout=150
+    )
+    of_run().set("told", "yes")
+    assert (told.returncode, told.stdout) == (1, ""), told.stderr
+    assert "its processes begin 2 exchanges" in told.stderr
+    assert "#several-exchanges" in told.stderr
 
 
-def test_attempt_goes_on_where_an_island_is_cut_off(run_ranks, run, monkeypatch) -> None:
+@in_ranks(2, 1)
+def test_attempt_goes_on_where_an_island_is_cut_off(me, env) -> None:
     """An island that is started again while its links are cut, but not its way to the store, hears
     there that the others train: it does not end their attempt, and joins it.
     """
-
-    def fn(me: Any) -> tuple[bool, str]:
-        if me.island == 1:
-            assert threading.active_count() == 1  # a fork has no other threads
-            if os.fork() == 0:  # its first life
-                step(attach())
-                os._exit(9)
-            assert os.wait()[1] == 9 << 8
-            monkeypatch.setattr(attempts, "ask_join_server", lambda *_: None)  # nobody is reached
-        store = Topology.from_env().open_store().under(run["ISLAND_RUN"])
-        exchange = attach()
-        step(exchange)
-        while me.island == 0 and not store.get("told"):
-            step(exchange)
-            time.sleep(0.05)
-        store.set("told", "yes")
-        return exchange.newcomer, exchange.topology.prefix()
-
-    assert run_ranks(fn, 2, 1, env=run)[1] == (True, f"{run['ISLAND_RUN']}/0")
+    if me.island == 1:
+        assert threading.active_count() == 1  # a fork has no other threads
+        if os.fork() == 0:  # its first life
+            step(attach())
+            os._exit(9)
+        assert os.wait()[1] == 9 << 8
+        attempts.ask_join_server = lambda *_: None  # nobody is reached
+    exchange = attach()
+    step(exchange)
+    if me.island == 0:
+        return until_told(exchange)
+    of_run().set("told", "yes")
+    assert exchange.newcomer and exchange.topology.prefix() == f"{env['ISLAND_RUN']}/0"
 
 
-def test_attempt_newcomer_has_one_exchange(run_ranks, run) -> None:
+@in_ranks(3, 1, env={"ISLAND_SLOTS": "3", "ISLAND_COUNT": "2"})
+def test_attempt_newcomer_has_one_exchange(me, env) -> None:
     """An island that joins a run under way may begin one exchange only."""
-
-    def fn(me: Any) -> str:
-        store = Topology.from_env().open_store().under(run["ISLAND_RUN"])
-        while me.island == 2 and not store.get("0/begun"):
-            time.sleep(0.05)
-        exchange = attach()
-        if me.island < 2:
-            while not store.get("told"):
-                step(exchange)
-                time.sleep(0.05)
-            return ""
-        with pytest.raises(ValueError, match="its processes begin 2 exchanges") as error:
-            attach()
-        store.set("told", "yes")
-        return str(error.value)
-
-    env = {**run, "ISLAND_SLOTS": "3", "ISLAND_COUNT": "2"}
-    assert run_ranks(fn, 3, 1, env=env, timeout=60)[2]
+    while me.island == 2 and not of_run().get("0/begun"):
+        time.sleep(0.05)
+    exchange = attach()
+    if me.island < 2:
+        return until_told(exchange)
+    refusal(attach, "its processes begin 2 exchanges")
+    of_run().set("told", "yes")
 
 
-def test_attempt_returning_island_does_not_join_its_old_one(run_ranks, run) -> None:
+def test_attempt_returning_island_does_not_join_its_old_one(run_ranks, env) -> None:
     """Island 0 is killed and restarted at once, while island 1 has not noticed: its old attempt is
     over. Island 1 comes back later.
     """
 
     def fn(me: Any) -> list[str]:
-        store = Topology.from_env().open_store().under("test-" + run["ISLAND_RUN"])
+        store = Topology.from_env().open_store().under("test-" + env["ISLAND_RUN"])
         if me.island == 1:
             first = joins(me)
             store.set("here", "yes")
@@ -263,11 +257,11 @@ def test_attempt_returning_island_does_not_join_its_old_one(run_ranks, run) -> N
         store.set("joined", "yes")
         return [first, again]
 
-    assert run_ranks(fn, 2, 1, env=run) == [["0", "1"], ["0"]]
-    assert run_ranks(joins, 1, 1, env={**run, "ISLAND_COUNT": "2", "ISLAND_RANK": "1"}) == ["1"]
+    assert run_ranks(fn, 2, 1, env=env) == [["0", "1"], ["0"]]
+    assert run_ranks(joins, 1, 1, env={**env, "ISLAND_COUNT": "2", "ISLAND_RANK": "1"}) == ["1"]
 
 
-def test_attempt_is_the_same_on_all_ranks(run_ranks, run) -> None:
+def test_attempt_is_the_same_on_all_ranks(run_ranks, env) -> None:
     """All ranks of an island take part in one attempt."""
 
     def life(me: Any) -> str:
@@ -278,52 +272,35 @@ def test_attempt_is_the_same_on_all_ranks(run_ranks, run) -> None:
         return exchange.topology.prefix()
 
     for number in range(2):  # a life that nobody ends by a word is over when its processes are
-        assert run_ranks(life, 2, 2, env=run) == [f"{run['ISLAND_RUN']}/{number}"] * 4
+        assert run_ranks(life, 2, 2, env=env) == [f"{env['ISLAND_RUN']}/{number}"] * 4
 
 
-def test_attempt_refusal_reaches_all_ranks(run_ranks, run) -> None:
+def test_attempt_refusal_reaches_all_ranks(run_ranks, env) -> None:
     """What rank 0 is refused all ranks of its island are."""
 
     def finish(me: Any) -> None:
         Presence(Topology.from_env()).end("finished")
 
-    def again(me: Any) -> str:
-        with pytest.raises(ValueError) as error:
-            attach()
-        return str(error.value)
-
-    run_ranks(finish, 1, 1, env={**run, "ISLAND_COUNT": "2"})
-    for text in run_ranks(again, 2, 2, env=run):
-        assert (
-            f"ISLAND_RUN={run['ISLAND_RUN']!r} was already started" in text
-            and "has finished" in text
-        )
-        assert "set a new ISLAND_RUN on all islands" in text
+    run_ranks(finish, 1, 1, env={**env, "ISLAND_COUNT": "2"})
+    started = f"ISLAND_RUN={env['ISLAND_RUN']!r} was already started"
+    told = started, "has finished", "set a new ISLAND_RUN on all islands"
+    run_ranks(lambda: refusal(attach, *told), 2, 2, env=env)
 
 
-def test_attempt_refuses_a_second_process_of_a_rank(run_ranks, run) -> None:
+def test_attempt_refuses_a_second_process_of_a_rank(run_ranks, env) -> None:
     """A second process with the same ISLAND_RANK is refused, and told where the first one runs."""
 
-    def fn(me: Any) -> str:
-        if me.island == 1:
-            time.sleep(0.3)
+    def twin(me: Any) -> str:
+        time.sleep(0.3 * me.island)
         try:
-            topology = Topology.from_env()
-            topology.prefix()
+            Topology.from_env().prefix()
         except ValueError as error:
+            of_run().set("told", "yes")
             return str(error)
-        store = topology.open_store()
-        while not store.get(f"{run['ISLAND_RUN']}/told"):
-            time.sleep(0.05)
+        until_told()
         return "in"
 
-    def twin(me: Any) -> str:
-        out = fn(me)
-        if out != "in":
-            Topology.from_env().open_store().set(f"{run['ISLAND_RUN']}/told", "yes")
-        return out
-
-    first, second = run_ranks(twin, 2, 1, env={**run, "ISLAND_RANK": "0"})
+    first, second = run_ranks(twin, 2, 1, env={**env, "ISLAND_RANK": "0"})
     assert "in" in (first, second)
     text = first if second == "in" else second
     assert (
@@ -332,41 +309,26 @@ def test_attempt_refuses_a_second_process_of_a_rank(run_ranks, run) -> None:
     ) in text
 
 
-def test_attempt_holds_several_exchanges_in_turn(run_ranks, run) -> None:
+@in_ranks(2, 1)
+def test_attempt_holds_several_exchanges_in_turn(env) -> None:
     """One process has one attempt, in which a finished exchange may be followed by another."""
-
-    def fn(me: Any) -> list[str]:
-        out = []
-        for _ in range(2):
-            exchange = attach()
-            step(exchange)
-            exchange.finish()
-            Presence(exchange.topology).end("finished")
-            out.append(exchange.topology.meeting())
-        return out
-
-    assert run_ranks(fn, 2, 1, env=run) == [[f"{run['ISLAND_RUN']}/0/{k}" for k in range(2)]] * 2
+    for k in range(2):
+        exchange = attach()
+        step(exchange)
+        exchange.finish()
+        Presence(exchange.topology).end("finished")
+        assert exchange.topology.meeting() == f"{env['ISLAND_RUN']}/0/{k}"
 
 
-def test_attempt_that_ends_tells_who_waits(run_ranks, run) -> None:
+@in_ranks(2, 1)
+def test_attempt_that_ends_tells_who_waits(me, env) -> None:
     """An island that waits in an attempt that ends gets an error that says so."""
-
-    def fn(me: Any) -> str:
-        topology = Topology.from_env()
-        if me.island == 1:
-            time.sleep(0.5)
-            Presence(topology).end("left")
-            return ""
-        with pytest.raises(PeerLost) as error:
-            topology.join(ShardPosition())
-        return str(error.value)
-
-    text, _ = run_ranks(fn, 2, 1, env=run)
-    assert (
-        "island0 waited for islands 1" in text
-        and "island 1 left" in text
-        and "start this island again" in text
-    )
+    topology = Topology.from_env()
+    if me.island == 1:
+        time.sleep(0.5)
+        return Presence(topology).end("left")
+    told = "island0 waited for islands 1", "island 1 left", "start this island again"
+    refusal(lambda: topology.join(ShardPosition()), *told, kind=PeerLost)
 
 
 # ---- presence ----------------------------------------------------------------------------------
@@ -385,36 +347,21 @@ def test_presence_without_islands_has_no_thread() -> None:
 # ---- what others write, and what is left behind ------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("note", "says"),
-    [
-        ("{", "Expecting property name"),
-        ("[" * 60_000, "recursion"),
-        ('{"name": "island1"}', "missing required field `host`"),
-        (
-            json.dumps({"name": "x", "host": "y", "shards": "1", "copies": 1}),
-            "Expected `int`, got `str` - at `$.shards`",
-        ),
-    ],
-)
-def test_rendezvous_names_an_unreadable_note(run_ranks, run, note: str, says: str) -> None:
+@pytest.mark.parametrize(("note", "says"), [
+    ("{", "Expecting property name"),
+    ("[" * 60_000, "recursion"),
+    ('{"name": "island1"}', "missing required field `host`"),
+    (json.dumps({"name": "x", "host": "y", "shards": "1", "copies": 1}),
+        "Expected `int`, got `str` - at `$.shards`"),
+])  # fmt: skip
+@in_ranks(1, 1, env={"ISLAND_COUNT": "2"})
+def test_rendezvous_names_an_unreadable_note(env, note: str, says: str) -> None:
     """A note of another island that cannot be read is named by the error."""
-
-    def fn(me: Any) -> str:
-        topology = Topology.from_env()
-        key = f"{topology.prefix()}/0/join/1"
-        topology.open_store().set(key, note)
-        with pytest.raises(ValueError) as error:
-            topology.join(ShardPosition())
-        return str(error.value).replace(key, "KEY")
-
-    (text,) = run_ranks(fn, 1, 1, env={**run, "ISLAND_COUNT": "2"})
-    assert (
-        "note KEY" in text
-        and says in text
-        and ", which only the islands should reach, cannot be read" in text
-    )
-    assert "of island 1" in text or "bytes" in says
+    topology = Topology.from_env()
+    key = f"{topology.prefix()}/0/join/1"
+    topology.open_store().set(key, note)
+    told = f"note {key}", ", which only the islands should reach, cannot be read", "of island 1"
+    refusal(lambda: topology.join(ShardPosition()), *told, says)
 
 
 def test_rendezvous_last_look_counts() -> None:
@@ -451,71 +398,54 @@ def test_rendezvous_says_whom_it_waits_for(
     assert line == "waiting for islands 1, 2 of run 'r' at x:1, for 0 s more (ISLAND_TIMEOUT)"
 
 
-def test_checkpoint_registry_refuses_unlike_counts(run_ranks, run) -> None:
+@in_ranks(2, 1)
+def test_checkpoint_registry_refuses_unlike_counts(me, env) -> None:
     """An island that waits for what the others say of their checkpoints is told at once that one of
     them has another number of islands, as that one is.
     """
-
-    def fn(me: Any) -> str:
-        if me.island == 1:
-            time.sleep(0.5)
-            os.environ["ISLAND_COUNT"] = "3"
-        with pytest.raises(ValueError) as error:
-            CheckpointRegistry(Topology.from_env(), Ranks(None, 0, 1)).meet({})
-        return str(error.value)
-
-    first, second = run_ranks(fn, 2, 1, env=run, timeout=60)
-    assert first.startswith("island 1 (island1) has ISLAND_COUNT=3, island0 has 2")
-    assert second.startswith("island 0 (island0) has ISLAND_COUNT=2, island1 has 3")
+    told = "island 1 (island1) has ISLAND_COUNT=3, island0 has 2"
+    if me.island == 1:
+        time.sleep(0.5)
+        os.environ["ISLAND_COUNT"] = "3"
+        told = "island 0 (island0) has ISLAND_COUNT=2, island1 has 3"
+    registry = CheckpointRegistry(Topology.from_env(), Ranks(None, 0, 1))
+    assert refusal(lambda: registry.meet({})).startswith(told)
 
 
-def test_connect_failure_leaves_no_thread(run_ranks, everywhere: Any) -> None:
+@in_a_process
+def test_connect_failure_leaves_no_thread() -> None:
     """A failure while connecting leaves no thread."""
 
     def broken(*_: Any) -> None:
         raise RuntimeError("no control group")
 
-    everywhere.setattr(sending, "IslandGroup", broken)
-
-    def run(me: Any) -> None:
-        results = threaded.islands(
-            lambda i, topology: sending.ExchangeConnections(
-                topology, ShardPosition(), torch.device("cpu"), lambda: False
-            )
+    sending.IslandGroup = broken
+    results = threaded.islands(
+        lambda i, topology: sending.ExchangeConnections(
+            topology, ShardPosition(), torch.device("cpu"), lambda: False
         )
-        assert [str(r) for r in results] == ["no control group"] * 2
-        assert not [t for t in threading.enumerate() if t.name == "exchange"]
+    )
+    assert [str(r) for r in results] == ["no control group"] * 2
+    assert not [t for t in threading.enumerate() if t.name == "exchange"]
 
-    run_ranks(run, 1, 1)
 
-
-def test_attempt_silent_store_is_said_once(run_ranks, run) -> None:
+@in_ranks(1, 1, env={"ISLAND_COUNT": "2"})
+def test_attempt_silent_store_is_said_once(env) -> None:
     """A store that stops answering is said once: the thread of the attempt tries again, and a job
     waits no longer than it may. Training goes on only where the islands have met.
     """
+    lines, topology = heard(), Topology.from_env()
+    Presence(topology).start()
+    pulse = attempts.join(topology)
+    assert pulse.ask(lambda at: None, 5.0)
 
-    def fn(me: Any) -> list[str]:
-        lines: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("fsdp_demo").addHandler(handler)
-        topology = Topology.from_env()
-        presence = Presence(topology)
-        presence.start()
-        pulse = attempts.join(topology)
-        assert pulse.ask(lambda at: None, 5.0)
+    def silent(at: Any) -> None:
+        raise StoreSilent("the store at X does not answer")
 
-        def silent(at: Any) -> None:
-            raise fsdp_demo.store.client.StoreSilent("the store at X does not answer")  # type: ignore[attr-defined]
-
-        done = [pulse.ask(silent, 5.0), pulse.ask(silent, 5.0)]
-        assert done == [False, False]
-        assert pulse.ask(lambda at: None, 5.0) and not pulse.silent
-        pulse.quiet()  # as when the islands have met
-        assert not pulse.ask(silent, 5.0)
-        return lines
-
-    (lines,) = run_ranks(fn, 1, 1, env={**run, "ISLAND_COUNT": "2"})
+    assert [pulse.ask(silent, 5.0), pulse.ask(silent, 5.0)] == [False, False]
+    assert pulse.ask(lambda at: None, 5.0) and not pulse.silent
+    pulse.quiet()  # as when the islands have met
+    assert not pulse.ask(silent, 5.0)
     before, after = (line for line in lines if "does not answer" in line)
     assert "does not answer; this island has not met the others: it waits" in before
     assert "does not answer; training goes on" in after
@@ -524,59 +454,38 @@ def test_attempt_silent_store_is_said_once(run_ranks, run) -> None:
 # ---- islands that come and go, and attempts ----------------------------------------------------
 
 
-def test_attempt_restart_after_the_end_is_not_needed(run_ranks, run) -> None:
+def test_attempt_restart_after_the_end_is_not_needed(run_ranks, env) -> None:
     """An island that was killed near the end of the run is started again by its supervisor when the
     others have finished: it is not needed. Without a supervisor it is an error.
     """
 
-    def trains(me: Any) -> None:
-        exchange = attach()
-        step(exchange)
-        exchange.finish()
-
-    run_ranks(trains, 2, 1, env=run)
-
-    def again(me: Any) -> None:
-        attach()
-
-    found = run_ranks(
-        again, 2, 2, env=lambda me: {**run, "ISLAND_ATTEMPT": str(me.island)}, check=False
-    )
-    back = [
-        f"has finished while island{i} was away: it is not needed any more" for i in (0, 0, 1, 1)
-    ]
-    assert [text in o.log for text, o in zip(back, found, strict=True)] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    run_ranks(trained, 2, 1, env=env)
+    lives = lambda me: {**env, "ISLAND_ATTEMPT": str(me.island)}  # noqa: E731
+    found = run_ranks(lambda me: attach() and None, 2, 2, env=lives, check=False)
+    back = "has finished while island{} was away: it is not needed any more"
+    assert [back.format(i // 2) in o.log for i, o in enumerate(found)] == [False] * 2 + [True] * 2
     texts = [o.log + (o.error or "") for o in found]
     for words in ("has finished (island", "set a new ISLAND_RUN"):
         assert [words in text for text in texts] == [True, True, False, False]
     assert [o.status for o in found[2:]] == [0, 0] and 0 not in [o.status for o in found[:2]]
 
 
-def test_rendezvous_names_missing_islands_after_a_restart(run_ranks, run) -> None:
+@in_ranks(2, 1, env={"ISLAND_ATTEMPT": "1", "ISLAND_TIMEOUT": "2"})
+def test_rendezvous_names_missing_islands_after_a_restart(me, env) -> None:
     """An island that was started again and cannot meet the others hears who is missing. Uncaught it
     ends the process with 75: tests/launch/test_statuses.py.
     """
-
-    def alone(me: Any) -> None:
-        if me.island == 1:
-            with pytest.raises(PeerLost, match="missing 0"):
-                attach()
-
-    run_ranks(alone, 2, 1, env={**run, "ISLAND_ATTEMPT": "1", "ISLAND_TIMEOUT": "2"})
+    if me.island == 1:
+        refusal(attach, "missing 0", kind=PeerLost)
 
 
-def test_attempt_survivor_watches_the_store(run_ranks, run, everywhere) -> None:
+def test_attempt_survivor_watches_the_store(run_ranks, env, everywhere) -> None:
     """An island that is left alone looks into the store. An older copy, which lacks the newest
     record of the members (who was lost would be a member still, there), is said once, and training
     goes on. An attempt that islands have ended that could not reach it ends it, too.
     """
     everywhere.setattr(stop_notices, "ASK", 0.1)
-    older = f"the store at {run['ISLAND_ENDPOINT']} lacks record 1 of this run's members"
+    older = f"the store at {env['ISLAND_ENDPOINT']} lacks record 1 of this run's members"
 
     def fn(me: Any) -> None:
         exchange = attach()
@@ -596,6 +505,6 @@ def test_attempt_survivor_watches_the_store(run_ranks, run, everywhere) -> None:
         store.under(topology.prefix()).set("ended", "1")
         time.sleep(20)
 
-    found = run_ranks(fn, 2, 1, env=run, check=False, grace=15)[0]
+    found = run_ranks(fn, 2, 1, env=env, check=False, grace=15)[0]
     assert found.status == 75 and found.log.count(older) == 1, found.log
     assert "island 1 found none of this attempt's islands, and has begun another one" in found.log

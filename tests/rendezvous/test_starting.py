@@ -15,6 +15,7 @@ from fsdp_demo import PeerLost, Topology
 from fsdp_demo.rendezvous import attempts, starting
 from fsdp_demo.store.client import WorldStore
 
+from ..support import refused
 from ..support.threaded import at_once
 
 
@@ -27,11 +28,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def place(
     island: int, count: int = 3, suffice: int = 2, timeout: float = 0.3, slots: int = 0
 ) -> Topology:
-    of = {
-        "endpoint": "the test",
-        "timeout": timeout,
-        "name": f"isle{island}",
-    }
+    of = {"endpoint": "the test", "timeout": timeout, "name": f"isle{island}"}
     return Topology("islands", island, slots or count, count=count, suffice=suffice, **of)
 
 
@@ -50,10 +47,8 @@ def comes(at: WorldStore, i: int, **changes: Any) -> None:
     at.set(f"came/{i}", json.dumps(said))
 
 
-def refusal(kind: type[Exception], *args: Any) -> str:
-    with pytest.raises(kind) as error:
-        called(*args)
-    return str(error.value)
+def refusal(kind: type[Exception], at: WorldStore, p: Topology, *parts: str, **how: bool) -> str:
+    return refused.refusal(lambda: called(at, p, **how), *parts, kind=kind)
 
 
 def test_start_begins_when_all_have_come() -> None:
@@ -86,11 +81,8 @@ def test_start_decision_is_the_same_for_all() -> None:
     """
     draw = random.Random(0)
     for _ in range(5):
-        store, found, waits = (
-            dist.HashStore(),
-            dict[int, Any](),
-            [draw.uniform(0.0, 0.5) for _ in range(3)],
-        )
+        store, found = dist.HashStore(), dict[int, Any]()
+        waits = [draw.uniform(0.0, 0.5) for _ in range(3)]
 
         def island(
             i: int, store: Any = store, found: dict[int, Any] = found, waits: list[float] = waits
@@ -110,14 +102,11 @@ def test_start_names_too_few_islands() -> None:
     """The error of too few islands names who came and who is missing."""
     at = asker()
     comes(at, 2)
-    text = refusal(PeerLost, at, place(2, count=4, suffice=3, timeout=0.1))
-    for part in (
-        "waited 0.1 s for 4 islands, at least ISLAND_MIN=3",
-        "came 2 (isle2 on ",
-        "missing 0, 1, 3",
-        "ISLAND_TIMEOUT",
-    ):
-        assert part in text, text
+    refusal(
+        *(PeerLost, at, place(2, count=4, suffice=3, timeout=0.1)),
+        *("waited 0.1 s for 4 islands, at least ISLAND_MIN=3", "came 2 (isle2 on "),
+        *("missing 0, 1, 3", "ISLAND_TIMEOUT"),
+    )
     assert not at.get("starters")
 
 
@@ -127,8 +116,7 @@ def test_start_leaves_out_an_island_that_died(monkeypatch: pytest.MonkeyPatch) -
     at = asker()
     comes(at, 1)
     at.set("beat/1", "7")
-    with pytest.raises(PeerLost, match="missing 1, 2"):
-        called(at, place(0, timeout=0.5))
+    refusal(PeerLost, at, place(0, timeout=0.5), "missing 1, 2")
 
 
 def test_start_without_minimum_does_not_wait() -> None:
@@ -138,34 +126,18 @@ def test_start_without_minimum_does_not_wait() -> None:
     assert not at.get("starters")
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        (
-            {"count": 4},
-            "island 1 (isle1) has ISLAND_COUNT=4, isle0 has 3: set one number everywhere",
-        ),
-        (
-            {"slots": 5},
-            "island 1 (isle1) has ISLAND_SLOTS=5, isle0 has 3: set one number everywhere",
-        ),
-        (
-            {"stall": 5.0},
-            "island 1 (isle1) has ISLAND_STALL=5, isle0 has unset: set one number everywhere",
-        ),
-        (
-            {"least": 0},
-            "island 1 (isle1) has ISLAND_MIN=unset, isle0 has 2: set one number everywhere",
-        ),
-    ],
-)
-def test_start_refuses_unlike_numbers(changes: dict[str, float], says: str) -> None:
+@pytest.mark.parametrize(("changes", "other", "own"), [
+    ({"count": 4}, "ISLAND_COUNT=4", "3"),
+    ({"slots": 5}, "ISLAND_SLOTS=5", "3"),
+    ({"stall": 5.0}, "ISLAND_STALL=5", "unset"),
+    ({"least": 0}, "ISLAND_MIN=unset", "2"),
+])  # fmt: skip
+def test_start_refuses_unlike_numbers(changes: dict[str, float], other: str, own: str) -> None:
     """Islands with unlike ISLAND_ numbers are refused at once, newcomers too."""
-    at = asker()
+    at, says = asker(), f"island 1 (isle1) has {other}, isle0 has {own}: set one number everywhere"
     comes(at, 1, **changes)
-    assert refusal(ValueError, at, place(0, timeout=60.0)) == says
-    if "least" not in changes:
-        assert refusal(ValueError, at, place(0, timeout=60.0), True) == says  # a newcomer, too
+    for late in (False, True) if "least" not in changes else (False,):
+        assert refusal(ValueError, at, place(0, timeout=60.0), late=late) == says
 
 
 @pytest.mark.parametrize("begun", ["", "0"])
@@ -186,16 +158,11 @@ def test_start_with_another_count_opens_the_next_attempt(
         above.set("run/0/begun", begun)
     above.set("run/attempt", "0")
 
-    def begin(i: int) -> None:
-        found[i] = attempts._begin(
-            place(i, suffice=0, timeout=30.0), WorldStore(store, "test", 5.0)
-        )
-
     for i in (2, 0, 1):
-        begin(i)
-    assert {i: (f.number, f.late, f.starters) for i, f in found.items()} == {
-        i: (1, False, (0, 1, 2)) for i in range(3)
-    }
+        own = WorldStore(store, "test", 5.0)
+        found[i] = attempts._begin(place(i, suffice=0, timeout=30.0), own)
+    for f in found.values():
+        assert (f.number, f.late, f.starters) == (1, False, (0, 1, 2))
 
 
 def test_start_refuses_another_count_beside_a_living_island() -> None:
@@ -218,7 +185,7 @@ def test_start_refuses_an_unreadable_decision(text: str) -> None:
     """A decision that cannot be read is refused."""
     at = asker()
     at.set("starters", text)
-    assert "cannot be read" in refusal(ValueError, at, place(0))
+    refusal(ValueError, at, place(0), "cannot be read")
 
 
 def test_start_waits_on_in_the_next_attempt() -> None:
@@ -227,16 +194,13 @@ def test_start_waits_on_in_the_next_attempt() -> None:
     above = WorldStore(store, "the test", 5.0)
 
     def island(i: int) -> None:
+        if i == 1:  # when island 0 has come, the attempt ends
+            while not above.get("run/0/came/0"):
+                time.sleep(0.01)
+            above.set("run/0/ended", "1")
         found[i] = attempts._begin(place(i, count=2, timeout=30.0), above)
 
-    threads = [threading.Thread(target=island, args=(i,)) for i in range(2)]
-    threads[0].start()
-    while not above.get("run/0/came/0"):
-        time.sleep(0.01)
-    above.set("run/0/ended", "1")
-    threads[1].start()
-    for t in threads:
-        t.join(30.0)
+    at_once(island, 2, 30.0)
     assert found == {i: (1, 0, False, (0, 1)) for i in range(2)}
 
 
@@ -270,12 +234,9 @@ def test_start_behind_dead_islands_opens_the_next_attempt() -> None:
     asker(store).set("begun", "0")
 
     def begin(i: int) -> None:
+        while i < 2 and not asker(store).get("ended"):
+            time.sleep(0.01)
         found[i] = attempts._begin(place(i, timeout=30.0), WorldStore(store, "the test", 5.0))
 
-    away = threading.Thread(target=begin, args=(2,))
-    away.start()
-    while not asker(store).get("ended") and away.is_alive():
-        time.sleep(0.01)
-    at_once(begin, 2, 30.0)
-    away.join(30.0)
+    at_once(begin, 3, 30.0)
     assert found == {i: (1, 0, False, (0, 1, 2)) for i in range(3)}

@@ -30,97 +30,57 @@ from fsdp_demo.store.client import NotAllCame
 from fsdp_demo.store.server import StoreServer
 
 from ..support import probe
+from ..support.cases import named
+from ..support.heard import heard
+from ..support.inside import in_ranks
 from ..support.stores import InThread
 
 runs = itertools.count()
 
 
 def environment(store: tuple[str, int], **changes: str) -> dict[str, str]:
-    fresh = {
+    """Of island 0 of two, in a run of its own."""
+    return {
         "ISLAND_COUNT": "2",
         "ISLAND_RANK": "0",
         "ISLAND_RUN": f"{os.getpid()}-{next(runs)}",
         "ISLAND_TIMEOUT": "0.4",
-    }
-    return {
-        **fresh,
         "ISLAND_ENDPOINT": f"{store[0]}:{store[1]}",
         "ISLAND_ADDRESS": "127.0.0.1",
         **changes,
     }
 
 
-def refusal(call: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
+def refusal(call: Callable[[], Any], *parts: str, kind: type[Exception] = ValueError) -> str:
+    """The text of an error of just this kind, or of those that only say more; it holds `parts`."""
     with pytest.raises(kind) as error:
         call()
     assert type(error.value) in (kind, attempts.Finished, starting.Unlike, NotAllCame)
-    return str(error.value)
+    text = str(error.value)
+    assert not [part for part in parts if part not in text], text
+    return text
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.01)
 
 
+def attach(value: float = 0.0) -> fsdp_demo.Exchange:
+    """An exchange of one parameter that holds this value."""
+    return fsdp_demo.attach(sgd([torch.nn.Parameter(torch.full((3,), value))]), "full")
+
+
 # ---- the environment ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "says"),
-    [
-        ("ISLAND_RANK", "2", "ISLAND_RANK=2 with ISLAND_COUNT=2"),
-        ("ISLAND_RANK", "-1", "ISLAND_RANK=-1"),
-        ("ISLAND_RANK", "first", "'first' must be a whole number"),
-        ("ISLAND_RANK", "0.5", "'0.5' must be a whole number"),
-        ("ISLAND_COUNT", "0", "ISLAND_COUNT=0"),
-        ("ISLAND_COUNT", "nan", "ISLAND_COUNT='nan'"),
-        ("ISLAND_COUNT", "inf", "ISLAND_COUNT='inf'"),
-        ("ISLAND_COUNT", "2.5", "ISLAND_COUNT='2.5' must be a whole number"),
-        ("ISLAND_TIMEOUT", "0", "ISLAND_TIMEOUT='0' must be a number of seconds, more than 0"),
-        ("ISLAND_TIMEOUT", "-3", "ISLAND_TIMEOUT='-3'"),
-        ("ISLAND_TIMEOUT", "nan", "ISLAND_TIMEOUT='nan'"),
-        ("ISLAND_TIMEOUT", "inf", "ISLAND_TIMEOUT='inf'"),
-        ("ISLAND_TIMEOUT", "1e300", "ISLAND_TIMEOUT='1e300'"),
-        ("ISLAND_TIMEOUT", "long", "ISLAND_TIMEOUT='long'"),
-        (
-            "ISLAND_ENDPOINT",
-            "",
-            "ISLAND_ENDPOINT is not set, but ISLAND_COUNT=2: it must be host:port",
-        ),
-        ("ISLAND_ENDPOINT", "host", "ISLAND_ENDPOINT='host'"),
-        ("ISLAND_ENDPOINT", ":29500", "ISLAND_ENDPOINT=':29500'"),
-        ("ISLAND_ENDPOINT", "host:", "ISLAND_ENDPOINT='host:'"),
-        ("ISLAND_ENDPOINT", "host:http", "ISLAND_ENDPOINT='host:http'"),
-        ("ISLAND_ENDPOINT", "host:99999", "ISLAND_ENDPOINT='host:99999'"),
-        ("ISLAND_ENDPOINT", "host:0", "ISLAND_ENDPOINT='host:0'"),
-        ("ISLAND_ENDPOINT", "::1:29500", "ISLAND_ENDPOINT='::1:29500'"),
-    ],
-)
-def test_topology_names_a_wrong_variable(name: str, text: str, says: str) -> None:
-    """A variable with a wrong value is named by the error."""
-    assert says in refusal(lambda: Topology.from_env(environment(("host", 1), **{name: text})))
 
 
 def test_topology_defaults() -> None:
     """A topology has its documented defaults."""
-    t = Topology.from_env(
-        {"ISLAND_COUNT": "3", "ISLAND_RANK": "2", "ISLAND_ENDPOINT": "[fd00::1]:29500"}
-    )
-    assert (t.kind, t.island, t.islands, t.name, t.run, t.timeout, t.address) == (
-        "islands",
-        2,
-        3,
-        "island2",
-        "run",
-        600.0,
-        "",
-    )
+    env = {"ISLAND_COUNT": "3", "ISLAND_RANK": "2", "ISLAND_ENDPOINT": "[fd00::1]:29500"}
+    t = Topology.from_env(env)
+    assert (t.kind, t.island, t.islands, t.name) == ("islands", 2, 3, "island2")
+    assert (t.run, t.timeout, t.address) == ("run", 600.0, "")
     assert Topology.from_env({}).kind == Topology.from_env({"ISLAND_COUNT": "1"}).kind == "single"
     assert Topology.from_env({"ISLAND_COUNT": "", "ISLAND_NAME": "paris"}).name == "paris"
-
-
-def test_topology_refuses_an_island_without_a_count() -> None:
-    """ISLAND_RANK without ISLAND_COUNT is refused."""
-    assert "ISLAND_COUNT=1" in refusal(lambda: Topology.from_env({"ISLAND_RANK": "1"}))
 
 
 # ---- meeting -----------------------------------------------------------------------------------
@@ -130,31 +90,22 @@ def join(env: dict[str, str], position: ShardPosition | None = None) -> Any:
     return Topology.from_env(env).join(position or ShardPosition())
 
 
-def test_topology_lists_missing_and_present_islands(run_ranks) -> None:
+@in_ranks(2, 1, env=lambda rank: {
+    "ISLAND_COUNT": "4",
+    "ISLAND_RANK": "13"[rank.island],
+    "ISLAND_NAME": ["oslo", "rome"][rank.island],
+    "ISLAND_TIMEOUT": "1.5",
+})  # fmt: skip
+def test_topology_lists_missing_and_present_islands() -> None:
     """The error of a timeout lists the missing islands and those that came."""
-    names = ["oslo", "rome"]  # islands 1 and 3 of 4
-
-    def fn(me: Any) -> tuple[str, float]:
-        start = time.monotonic()
-        text = refusal(lambda: join(dict(os.environ)), PeerLost)
-        return text, time.monotonic() - start
-
-    def env(rank: Any) -> dict[str, str]:
-        return {
-            "ISLAND_COUNT": "4",
-            "ISLAND_RANK": "13"[rank.island],
-            "ISLAND_NAME": names[rank.island],
-            "ISLAND_TIMEOUT": "1.5",
-        }
-
-    for text, seconds in run_ranks(fn, 2, 1, env=env):
-        assert (
-            f"1 (oslo on {socket.gethostname()})" in text
-            and "3 (rome on" in text
-            and "missing 0, 2" in text
-        ), text
-        assert "run 'test-" in text and "ISLAND_ENDPOINT" in text and "ISLAND_TIMEOUT" in text
-        assert 1.4 < seconds < 8
+    start = time.monotonic()
+    refusal(
+        lambda: join(dict(os.environ)),
+        *(f"1 (oslo on {socket.gethostname()})", "3 (rome on", "missing 0, 2"),
+        *("run 'test-", "ISLAND_ENDPOINT", "ISLAND_TIMEOUT"),
+        kind=PeerLost,
+    )
+    assert 1.4 < time.monotonic() - start < 8
 
 
 def test_topology_without_a_store_says_where_to_start_one() -> None:
@@ -162,32 +113,21 @@ def test_topology_without_a_store_says_where_to_start_one() -> None:
     with socket.socket() as probe_socket:
         probe_socket.bind(("127.0.0.1", 0))
         port = probe_socket.getsockname()[1]
-    text = refusal(lambda: join(environment(("127.0.0.1", port))), StoreSilent)
-    assert f"fsdp-demo store --bind 127.0.0.1:{port}" in text and "0.4 s" in text
+    start = f"fsdp-demo store --bind 127.0.0.1:{port}"
+    refusal(lambda: join(environment(("127.0.0.1", port))), start, "0.4 s", kind=StoreSilent)
 
 
-def test_topology_refuses_another_layout_at_once(run_ranks) -> None:
+@in_ranks(2, 1)
+def test_topology_refuses_another_layout_at_once(me) -> None:
     """Another count or layout is refused on both sides, at once."""
-    positions = [ShardPosition(2, 0, 1, 0), ShardPosition(1, 0, 2, 0)]
-
-    def fn(me: Any) -> tuple[str, str]:
-        env = {**os.environ, "ISLAND_COUNT": "23"[me.island]}
-        count = refusal(lambda: join(env))
-        return count, refusal(
-            lambda: join(
-                {**os.environ, "ISLAND_RUN": os.environ["ISLAND_RUN"] + "-2"}, positions[me.island]
-            )
-        )
-
-    start = time.monotonic()
-    counts, shards = zip(*run_ranks(fn, 2, 1, timeout=60), strict=True)
+    start, env = time.monotonic(), dict(os.environ)
+    counts = {0: "ISLAND_COUNT=3, island0 has 2", 1: "ISLAND_COUNT=2, island1 has 3"}
+    refusal(lambda: join({**env, "ISLAND_COUNT": "23"[me.island]}), counts[me.island])
+    position = [ShardPosition(2, 0, 1, 0), ShardPosition(1, 0, 2, 0)][me.island]
+    other = {**env, "ISLAND_RUN": env["ISLAND_RUN"] + "-2"}
+    layouts = "2 shards x 1 copy", "1 shard x 2 copies", "must agree"
+    refusal(lambda: join(other, position), *layouts)
     assert time.monotonic() - start < 25  # ISLAND_TIMEOUT is 30 s: nobody waited for it
-    assert (
-        "ISLAND_COUNT=3, island0 has 2" in counts[0]
-        and "ISLAND_COUNT=2, island1 has 3" in counts[1]
-    )
-    for text in shards:
-        assert "2 shards x 1 copy" in text and "1 shard x 2 copies" in text and "must agree" in text
 
 
 def test_topology_islands_start_in_any_order(run_ranks) -> None:
@@ -197,9 +137,7 @@ def test_topology_islands_start_in_any_order(run_ranks) -> None:
 
     def fn(me: Any) -> Any:
         time.sleep((0.6, 0.0, 0.3)[me.island])
-        exchange = fsdp_demo.attach(
-            sgd([torch.nn.Parameter(torch.full((3,), float(me.island)))]), "full"
-        )
+        exchange = attach(float(me.island))
         out = exchange.peers.names, exchange.topology.island, exchange.digests_equal()
         exchange.finish()
         Presence(exchange.topology).end("finished")
@@ -210,51 +148,37 @@ def test_topology_islands_start_in_any_order(run_ranks) -> None:
     assert named == [(names, i, True) for i in range(3)]
 
     def again(me: Any) -> str:
-        return refusal(lambda: fsdp_demo.attach(sgd([torch.nn.Parameter(torch.zeros(3))]), "full"))
+        return refusal(attach)
 
     for i, text in enumerate(run_ranks(again, 3, 1, env=env)):
-        assert (
-            f"ISLAND_RUN={run!r}" in text
-            and f"ISLAND_RANK={i}" in text
-            and "set a new ISLAND_RUN on all islands" in text
-        )
+        assert f"ISLAND_RUN={run!r}" in text and f"ISLAND_RANK={i}" in text
+        assert "set a new ISLAND_RUN on all islands" in text
 
 
-def test_topology_attach_twice_in_turn(run_ranks) -> None:
+@in_ranks(2, 1)
+def test_topology_attach_twice_in_turn(me) -> None:
     """One process may attach twice, one exchange after the other, under one run."""
-
-    def fn(me: Any) -> list[int]:
-        steps = []
-        for _ in range(2):
-            p = torch.nn.Parameter(torch.full((3,), float(me.island)))
-            optimizer = sgd([p])
-            exchange = fsdp_demo.attach(optimizer, "full")
-            p.grad = torch.ones(3)
-            optimizer.step()
-            exchange.finish()
-            steps.append(exchange.step)
-        return steps
-
-    assert run_ranks(fn, 2, 1) == [[1, 1]] * 2
+    for _ in range(2):
+        p = torch.nn.Parameter(torch.full((3,), float(me.island)))
+        optimizer = sgd([p])
+        exchange = fsdp_demo.attach(optimizer, "full")
+        p.grad = torch.ones(3)
+        optimizer.step()
+        exchange.finish()
+        assert exchange.step == 1
 
 
-def test_topology_attach_again_alone_is_an_error(run_ranks) -> None:
+@in_ranks(2, 1, env={"ISLAND_TIMEOUT": "1.5"})
+def test_topology_attach_again_alone_is_an_error(me) -> None:
     """An island that attaches again alone, as by `find_executable_batch_size`, is told so: the
     others train on in the first exchange.
     """
-
-    def fn(me: Any) -> str:
-        optimizer = sgd([torch.nn.Parameter(torch.zeros(3))])
-        first = fsdp_demo.attach(optimizer, "full")
-        if me.island == 0:
-            other = sgd([torch.nn.Parameter(torch.zeros(3))])
-            return refusal(lambda: fsdp_demo.attach(other, "full"), PeerLost)
-        time.sleep(2)
-        first.detach()
-        return ""
-
-    text, _ = run_ranks(fn, 2, 1, env={"ISLAND_TIMEOUT": "1.5"})
-    assert "missing 1." in text and "This is attach number 2 of this process" in text, text
+    first = attach()
+    if me.island == 0:
+        refusal(attach, "missing 1.", "This is attach number 2 of this process", kind=PeerLost)
+        return
+    time.sleep(2)
+    first.detach()
 
 
 def has_ipv6() -> bool:
@@ -270,133 +194,82 @@ def has_ipv6() -> bool:
 def test_topology_endpoint_may_be_ipv6(run_ranks) -> None:
     """An endpoint may be IPv6."""
     store = InThread(StoreServer("[::1]:0", ":memory:"))
-
-    def fn(me: Any) -> bool | None:
-        exchange = fsdp_demo.attach(
-            sgd([torch.nn.Parameter(torch.full((3,), float(me.island)))]), "full"
-        )
-        return exchange.digests_equal()
-
     env = {"ISLAND_ENDPOINT": store.endpoint, "ISLAND_ADDRESS": ""}
-    assert run_ranks(fn, 2, 1, env=env) == [True, True]
+    equal = run_ranks(lambda me: attach(float(me.island)).digests_equal(), 2, 1, env=env)
+    assert equal == [True, True]
     store.end()
 
 
 # ---- what islands must agree on ----------------------------------------------------------------
 
 
-def test_topology_refuses_differences_with_both_values(run_ranks) -> None:
+@in_ranks(2, 1)
+def test_topology_refuses_differences_with_both_values(me) -> None:
     """What differs between two islands is refused on both sides, with both values. One pair of
     processes goes through all cases, each under a run of its own.
     """
     cases: list[tuple[str, list[dict[str, Any]], list[str]]] = [
-        (
-            "preset",
-            [{"config": "demo"}, {"config": "diloco", "inner_optimizers": "as_is"}],
-            ["config.preset", "'demo'", "'diloco'"],
-        ),
-        (
-            "number",
-            [{"config": "demo"}, {"config": "demo", "topk": 16}],
-            ["config.channels.0.codec.topk", "32", "16"],
-        ),
-        (
-            "clip",
-            [{"config": "full", "clip": 1.0}, {"config": "full"}],
-            ["config.clip", "1.0", "None"],
-        ),
-        (
-            "pattern",
-            [{"gradient.include": ("*", "x")}, {}],
-            ["config.channels.0.include.1", "'x'", "None"],
-        ),
-        (
-            "fact",
-            [{"must_match": {"steps": 300}}, {"must_match": {"steps": 200}}],
-            ["must_match.steps", "300", "200"],
-        ),
+        ("preset", [{"config": "demo"}, {"config": "diloco", "inner_optimizers": "as_is"}],
+            ["config.preset", "'demo'", "'diloco'"]),
+        ("number", [{"config": "demo"}, {"config": "demo", "topk": 16}],
+            ["config.channels.0.codec.topk", "32", "16"]),
+        ("clip", [{"clip": 1.0}, {}], ["config.clip", "1.0", "None"]),
+        ("pattern", [{"gradient.include": ("*", "x")}, {}],
+            ["config.channels.0.include.1", "'x'", "None"]),
+        ("fact", [{"must_match": {"steps": 300}}, {"must_match": {"steps": 200}}],
+            ["must_match.steps", f"steps: {3 - me.island}00 here, {2 + me.island}00 there"]),
         ("lack", [{"must_match": {"seq_len": 7}}, {}], ["must_match.seq_len", "7", "None"]),
         ("shape", [{"shape": (3, 4)}, {"shape": (4, 3)}], ["[3, 4]", "[4, 3]"]),
         ("frozen", [{"frozen": True}, {}], ["frozen", "trained"]),
-        (
-            "number of tensors",
-            [{"shape": (3,)}, {"shape": (3,), "more": True}],
-            ["parameters", "2", "3"],
-        ),
-    ]
-
-    def fn(me: Any) -> list[str]:
-        texts = []
-        for name, sides, _ in cases:
-            os.environ["ISLAND_RUN"] = f"{run}-{name}"
-            options = {"config": "full", **sides[me.island]}
-            shapes = [options.pop("shape", (3, 4))] + [(2,)] * options.pop("more", False)
-            params = [torch.nn.Parameter(torch.zeros(s)) for s in shapes] + [
-                torch.nn.Parameter(torch.zeros(2))
-            ]
-            params[-1].requires_grad_(not options.pop("frozen", False))
-            texts.append(
-                refusal(
-                    lambda params=params, options=options: fsdp_demo.attach(
-                        sgd(params), options.pop("config"), **options
-                    )
-                )
-            )
-        return texts
-
-    run = f"agree-{os.getpid()}-{next(runs)}"
-    found = run_ranks(fn, 2, 1)
-    for side, other in ((0, 1), (1, 0)):
-        for text, (name, _, parts) in zip(found[side], cases, strict=True):
-            assert (
-                f"island {other} (island{other}) runs something else than island{side}" in text
-            ), (name, text)
-            for part in parts:
-                assert part in text, (name, part, text)
-        assert (
-            "steps: 300 here, 200 there" in found[0][4]
-            and "steps: 200 here, 300 there" in found[1][4]
-        )
+        ("number of tensors", [{"shape": (3,)}, {"shape": (3,), "more": True}],
+            ["parameters", "2", "3"]),
+    ]  # fmt: skip
+    run, other = os.environ["ISLAND_RUN"], 1 - me.island
+    for name, sides, parts in cases:
+        os.environ["ISLAND_RUN"] = f"{run}-{name}"
+        options = {"config": "full", **sides[me.island]}
+        shapes = [options.pop("shape", (3, 4))] + [(2,)] * options.pop("more", False) + [(2,)]
+        params = [torch.nn.Parameter(torch.zeros(s)) for s in shapes]
+        params[-1].requires_grad_(not options.pop("frozen", False))
+        config = options.pop("config")
+        unlike = f"island {other} (island{other}) runs something else than island{me.island}"
+        with named(name):
+            refusal(lambda: fsdp_demo.attach(sgd(params), config, **options), unlike, *parts)  # noqa: B023
 
 
-def test_topology_refusal_is_heard_by_a_late_thread(run_ranks) -> None:
+@in_ranks(2, 1)
+def test_topology_refusal_is_heard_by_a_late_thread(me) -> None:
     """A late thread still hears why the other island left. The other island's facts and its "leave"
     wait together: the facts are read first.
     """
-    run = f"late-{os.getpid()}-{next(runs)}"
+    turn = Poller._turn
 
-    def fn(me: Any) -> str:
-        os.environ["ISLAND_RUN"] = run
-        turn = Poller._turn
+    def late(self: Poller, *given: Any) -> None:
+        time.sleep(0.3)
+        turn(self, *given)
 
-        def late(self: Poller, *given: Any) -> None:
-            time.sleep(0.3)
-            turn(self, *given)
-
-        if me.island == 0:
-            Poller._turn = late  # type: ignore[method-assign]
-        params = [torch.nn.Parameter(torch.zeros(2))]
-        return refusal(
-            lambda: fsdp_demo.attach(sgd(params), "full", must_match={"steps": me.island})
-        )
-
-    for side, text in enumerate(run_ranks(fn, 2, 1)):
-        assert f"steps: {side} here, {1 - side} there" in text, text
+    if me.island == 0:
+        Poller._turn = late  # type: ignore[method-assign]
+    refusal(
+        lambda: fsdp_demo.attach(
+            sgd([torch.nn.Parameter(torch.zeros(2))]), "full", must_match={"steps": me.island}
+        ),
+        f"steps: {me.island} here, {1 - me.island} there",
+    )
 
 
-def test_topology_refuses_unlike_shards(run_ranks) -> None:
+@in_ranks(procs=[2, 1])
+def test_topology_refuses_unlike_shards(me) -> None:
     """An island with FSDP2 over two ranks and one of one rank are refused on all three, with both
     layouts.
     """
-
-    def fn(me: Any) -> str:
-        model = probe.Probe()
-        if me.procs == 2:
-            probe.shard(model, me.mesh())
-        return refusal(lambda: fsdp_demo.attach(sgd(model.parameters()), "full", model=model))
-
-    for text in run_ranks(fn, procs=[2, 1]):
-        assert "2 shards x 1 copy" in text and "1 shard x 1 copy" in text
+    model = probe.Probe()
+    if me.procs == 2:
+        probe.shard(model, me.mesh())
+    refusal(
+        lambda: fsdp_demo.attach(sgd(model.parameters()), "full", model=model),
+        *("2 shards x 1 copy", "1 shard x 1 copy"),
+    )
 
 
 # ---- equal at the start ------------------------------------------------------------------------
@@ -432,6 +305,12 @@ def everything(model: torch.nn.Module) -> dict[str, Any]:
     }
 
 
+def attached(model: torch.nn.Module) -> fsdp_demo.Exchange:
+    """An exchange of what is trained of it."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return fsdp_demo.attach(sgd(trained), "demo", model=model)
+
+
 @pytest.mark.parametrize("layout", ["2x1", "sharded", "copies"])
 def test_topology_islands_of_unlike_seeds_start_equal(run_ranks, layout) -> None:
     """Islands with unlike seeds start with the parameters of the first one."""
@@ -442,21 +321,18 @@ def test_topology_islands_of_unlike_seeds_start_equal(run_ranks, layout) -> None
         if layout == "sharded":
             from torch.distributed.fsdp import fully_shard
 
-            for p in (model.scale,):  # FSDP2 has no shards of a 0-dim parameter
-                p.data = p.data.view(1)
+            model.scale.data = model.scale.data.view(1)  # FSDP2 has no shards of a 0-dim parameter
             fully_shard(model, mesh=me.mesh())
         before = everything(model)
-        exchange = fsdp_demo.attach(
-            sgd([p for p in model.parameters() if p.requires_grad]), "demo", model=model
-        )
-        after, setup = everything(model), exchange.metrics()["setup_bytes"]
+        exchange = attached(model)
+        after = everything(model)
         exchange.detach()
-        return before, after, setup
+        return before, after
 
     results = run_ranks(fn, procs=procs)
     donor = results[0][0]
     assert results[-1][0] != donor
-    assert all(after == donor for _, after, _ in results)
+    assert all(after == donor for _, after in results)
 
 
 @pytest.mark.parametrize("where", ["trained", "frozen"])
@@ -483,59 +359,37 @@ def test_topology_one_shard_that_differs_is_sent(run_ranks, where) -> None:
     assert found[:2] == found[2:]
 
 
-def test_topology_equal_parameters_are_not_sent(run_ranks) -> None:
+@in_ranks(2, 1)
+def test_topology_equal_parameters_are_not_sent() -> None:
     """Parameters that are equal at the start are not sent."""
-
-    def fn(me: Any) -> int:
-        model = Mixed(seed=0)
-        return fsdp_demo.attach(
-            sgd([p for p in model.parameters() if p.requires_grad]), "demo", model=model
-        ).metrics()["setup_bytes"]
-
     # the specification and digests; the parameters are 18 kB
-    assert all(n < 5000 for n in run_ranks(fn, 2, 1))
+    assert attached(Mixed(seed=0)).metrics()["setup_bytes"] < 5000
 
 
-def test_topology_frozen_parameters_must_be_equal_without_model(run_ranks) -> None:
+@in_ranks(2, 1)
+def test_topology_frozen_parameters_must_be_equal_without_model(me) -> None:
     """Frozen parameters must be equal where attach has no model."""
-
-    def fn(me: Any) -> list[str]:
-        texts = []
-        for differ in (True, False):
-            os.environ["ISLAND_RUN"] = f"{run}-{differ}"
-            trained = torch.nn.Parameter(torch.full((3,), float(me.island)))
-            frozen = torch.nn.Parameter(
-                torch.full((3,), float(differ * me.island)), requires_grad=False
-            )
-            optimizer = sgd([trained, frozen])
-            if differ:
-                texts.append(
-                    refusal(lambda optimizer=optimizer: fsdp_demo.attach(optimizer, "full"))
-                )
-            else:
-                exchange = fsdp_demo.attach(optimizer, "full")
-                texts.append(f"{exchange.digests_equal()} {trained.sum().item()}")
-                exchange.finish()
-        return texts
-
-    run = f"frozen-{os.getpid()}-{next(runs)}"
-    for refused, equal in run_ranks(fn, 2, 1):
-        assert "frozen parameters differ" in refused and "model=" in refused
-        assert equal == "True 0.0"
+    trained = torch.nn.Parameter(torch.full((3,), float(me.island)))
+    frozen = [
+        torch.nn.Parameter(torch.full((3,), value), requires_grad=False)
+        for value in (float(me.island), 0.0)
+    ]
+    unlike, equal = (sgd([trained, f]) for f in frozen)
+    refusal(lambda: fsdp_demo.attach(unlike, "full"), "frozen parameters differ", "model=")
+    os.environ["ISLAND_RUN"] += "-2"
+    exchange = fsdp_demo.attach(equal, "full")
+    assert exchange.digests_equal() and trained.sum().item() == 0.0
+    exchange.finish()
 
 
-def test_topology_refuses_a_parameter_without_channel(run_ranks) -> None:
+@in_ranks(2, 1)
+def test_topology_refuses_a_parameter_without_channel() -> None:
     """A trained parameter that no channel covers is refused."""
-
-    def fn(me: Any) -> str:
-        model = torch.nn.Linear(3, 3)
-        return refusal(
-            lambda: fsdp_demo.attach(
-                sgd(model.parameters()), "full", model=model, **{"gradient.exclude": ("bias",)}
-            )
-        )
-
-    assert all("no channel covers bias" in text for text in run_ranks(fn, 2, 1))
+    model, changes = torch.nn.Linear(3, 3), {"gradient.exclude": ("bias",)}
+    refusal(
+        lambda: fsdp_demo.attach(sgd(model.parameters()), "full", model=model, **changes),
+        "no channel covers bias",
+    )
 
 
 # ---- one world: mesh and group -----------------------------------------------------------------
@@ -569,31 +423,26 @@ def test_topology_mesh_trains_as_islands(run_ranks, tmp_path) -> None:
     configs = ("demo", "diloco")
 
     def islands(me: Any) -> Any:
-        out = []
+        out, run = [], os.environ["ISLAND_RUN"]
         for config in configs:
-            os.environ["ISLAND_RUN"] = f"{run}-{me.procs}-{config}"
+            os.environ["ISLAND_RUN"] = f"{run}-{config}"
             out.append(play(me, None, me.mesh() if me.procs > 1 else None, config))
         return out
 
     def world(me: Any) -> Any:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
         place = dataclasses.replace(me, island=me.proc // 2, proc=me.proc % 2, procs=2)
-        sharded = [
-            play(place, Topology.from_mesh(mesh), mesh["dp_shard"], config) for config in configs
-        ]
         alone = dataclasses.replace(place, procs=1)
         store = dist.PrefixStore(f"shard{place.proc}", dist.distributed_c10d._get_default_store())
-        grouped = [
-            play(alone, Topology.from_store(store, place.island, 2), None, config)
-            for config in configs
-        ]
-        assert [
-            play(alone, Topology.from_mesh(mesh["dp_replicate"]), None, config)
-            for config in configs
-        ] == grouped
+
+        def all_of(who: Any, topology: Callable[[], Topology], shards: Any = None) -> Any:
+            return [play(who, topology(), shards, config) for config in configs]
+
+        sharded = all_of(place, lambda: Topology.from_mesh(mesh), mesh["dp_shard"])
+        grouped = all_of(alone, lambda: Topology.from_store(store, place.island, 2))
+        assert all_of(alone, lambda: Topology.from_mesh(mesh["dp_replicate"])) == grouped
         return sharded, grouped
 
-    run = f"mesh-{os.getpid()}-{next(runs)}"
     of_islands = run_ranks(islands, 2, 2)
     token = "a secret of this test"
     store = InThread(StoreServer("127.0.0.1:0", tmp_path / "keys", token))
@@ -611,65 +460,36 @@ def test_topology_mesh_trains_as_islands(run_ranks, tmp_path) -> None:
     )
 
 
-def test_topology_refuses_a_mesh_that_does_not_fit(run_ranks) -> None:
+@in_ranks(1, 1, group=True, env={"ISLAND_COUNT": ""})
+def test_topology_refuses_a_mesh_that_does_not_fit() -> None:
     """A mesh of three dimensions, or without the replicate dimension, is refused."""
-
-    def fn(me: Any) -> list[str]:
-        mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
-        flat = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
-        return [
-            refusal(lambda: Topology.from_mesh(mesh)),
-            refusal(lambda: Topology.from_mesh(flat, replicate="dp_replicate")),
-        ]
-
-    ((three, wrong),) = run_ranks(fn, 1, 1, group=True, env={"ISLAND_COUNT": ""})
-    assert "tp" in three and "1-D or 2-D" in three
-    assert "'dp_replicate'" in wrong and "dp_shard" in wrong
+    mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    refusal(lambda: Topology.from_mesh(mesh), "tp", "1-D or 2-D")
+    flat = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
+    wrong = "'dp_replicate'", "dp_shard"
+    refusal(lambda: Topology.from_mesh(flat, replicate="dp_replicate"), *wrong)
 
 
 # ---- one replica -------------------------------------------------------------------------------
 
 
-def test_topology_without_islands_is_one_replica(run_ranks) -> None:
+@in_ranks(1, 1, env={"ISLAND_COUNT": ""})
+def test_topology_without_islands_is_one_replica() -> None:
     """Without islands nothing is sent, it is said once, and the method is the published one with R
     = 1.
     """
-
-    class Kept(logging.Handler):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lines: list[str] = []
-
-        def emit(self, record: logging.LogRecord) -> None:
-            self.lines.append(record.getMessage())
-
-    def fn(me: Any) -> Any:
-        variables._said.clear()  # what the parent of this fork has said
-        kept, logger = Kept(), logging.getLogger("fsdp_demo")
-        logger.addHandler(kept)
-        logger.setLevel(logging.INFO)
-        p = torch.nn.Parameter(torch.zeros(4))
-        optimizer = sgd([p])
-        exchange = fsdp_demo.attach(optimizer, "full", clip=1.0)
-        for _ in range(3):
-            p.grad = torch.full((4,), 3.0)
-            optimizer.step()
-        metrics, topology = exchange.metrics(), exchange.topology
-        exchange.finish()
-        return kept.lines, p.tolist(), metrics, (topology.kind, topology.islands)
-
-    ((lines, p, metrics, topology),) = run_ranks(fn, 1, 1, env={"ISLAND_COUNT": ""})
-    assert (
-        topology == ("single", 1) and sum(line.startswith("one replica:") for line in lines) == 1
-    ), lines
+    variables._said.clear()  # what the parent of this fork has said
+    lines, p = heard(logging.INFO), torch.nn.Parameter(torch.zeros(4))
+    optimizer = sgd([p])
+    exchange = fsdp_demo.attach(optimizer, "full", clip=1.0)
+    for _ in range(3):
+        p.grad = torch.full((4,), 3.0)
+        optimizer.step()
+    metrics, topology = exchange.metrics(), exchange.topology
+    exchange.finish()
+    assert (topology.kind, topology.islands) == ("single", 1)
+    assert sum(line.startswith("one replica:") for line in lines) == 1, lines
     assert any("one replica, nothing is sent" in line and "clips" in line for line in lines)
-    assert (
-        metrics["bytes_sent"]
-        == metrics["bytes_received"]
-        == metrics["messages"]
-        == metrics["setup_bytes"]
-        == 0
-    )
-    torch.testing.assert_close(
-        torch.tensor(p), torch.full((4,), -3 * 0.01 * 0.5), rtol=1e-5, atol=0
-    )
+    assert not any(metrics[k] for k in ("bytes_sent", "bytes_received", "messages", "setup_bytes"))
+    whole = torch.full((4,), -3 * 0.01 * 0.5)
+    torch.testing.assert_close(p.detach(), whole, rtol=1e-5, atol=0)

@@ -60,12 +60,15 @@ class Clock:
 
 
 def summary(lines: list[dict[str, Any]], equal: bool | None = True) -> dict[str, Any]:
-    return {
-        "digests_equal": equal,
-        "bytes_sent_per_island": lines[-1]["bytes_sent"],
-        "bytes_full_per_island": lines[-1]["bytes_full"],
-        "bytes": {"channels": {"momentum": [900, 800]}, "headers": [90, 90], "other": [10, 10]},
-    }
+    channels = {"channels": {"momentum": [900, 800]}, "headers": [90, 90], "other": [10, 10]}
+    sent = {f"bytes_{kind}_per_island": lines[-1][f"bytes_{kind}"] for kind in ("sent", "full")}
+    return {"digests_equal": equal, "bytes": channels, **sent}
+
+
+def record(folder: Path, exchange: Said | None = None, steps: int = 9, **facts: Any) -> RunRecord:
+    """The record of a run of one rank; an island alone, if none is given."""
+    exchange = exchange or Said(Place(0, 1))
+    return RunRecord(folder, exchange, steps=steps, parameters=10_000, procs=1, **facts)
 
 
 def run(
@@ -86,63 +89,35 @@ def run(
         clock = Clock()
         monkeypatch.setattr("fsdp_demo.runlog.record.time.perf_counter", clock)
         exchange = Said(Place(island, islands), preset)
-        record = RunRecord(
-            folder / f"island{island}",
-            exchange,
-            steps=steps,
-            parameters=10_000,
-            procs=1,
-            facts={"model": "tiny", "seed": 0},
-        )
+        own = folder / f"island{island}"
+        kept = record(own, exchange, steps, facts={"model": "tiny", "seed": 0})
         lines = []
         for step in range(1, steps + 1):
             began = clock.now
             clock.now += 1 / speed
-            exchange.step = step
-            end = clock.now
-            start = end - 0.6 / speed
-            members = tuple(exchange.participants)
-            exchange.flown.append(
-                ExchangeRecord(
-                    step - 1,
-                    step - 1,
-                    ("momentum",),
-                    max(start, began),
-                    end,
-                    (0.1 + 0.1 * island) / speed,
-                    each,
-                    each,
-                    members,
-                )
-            )
+            exchange.step, end = step, clock.now
+            span = max(end - 0.6 / speed, began), end, (0.1 + 0.1 * island) / speed
+            sent = each, each, tuple(exchange.participants)
+            exchange.flown.append(ExchangeRecord(step - 1, step - 1, ("momentum",), *span, *sent))
             if step == lost_at:
                 exchange.participants = [i for i in exchange.participants if i != islands - 1]
             if lost_at and step == lost_at + 10:
                 exchange.participants = list(range(islands))
             if lost_at and step == lost_at + 15:
                 exchange.not_finite += 1
-            record.tick()
+            kept.tick()
+            tokens, sent, loss = 512 * step, each * step, 5 * math.exp(-step * each / 4e5)
             if step % 20 == 0:
-                tokens, sent = 512 * step, each * step
-                loss = 5 * math.exp(-step * each / 4e5) + 1
-                record.event("evaluation", loss=loss, tokens=tokens, bytes_sent=sent)
-                record.event("checkpoint")
+                kept.event("evaluation", loss=loss + 1, tokens=tokens, bytes_sent=sent)
+                kept.event("checkpoint")
             if step % 5 == 0:
-                lines.append(
-                    {
-                        "step": step,
-                        "loss": 5 * math.exp(-step * each / 4e5) + 1.1 + 0.1 * island,
-                        "global_loss": None,
-                        "lr": 1e-3 * (1 - step / 1000),
-                        "tokens": 512 * step,
-                        "tokens_per_second": 512 * speed,
-                        "bytes_sent": each * step,
-                        "bytes_full": 20_000 * step,
-                        "seconds_waiting": step * (0.1 + 0.1 * island) / speed,
-                    }
-                )
-                record.line(lines[-1])
+                line = {"step": step, "loss": loss + 1.1 + 0.1 * island, "global_loss": None}
+                line |= {"lr": 1e-3 * (1 - step / 1000), "tokens": tokens, "bytes_sent": sent}
+                line |= {"tokens_per_second": 512 * speed, "bytes_full": 20_000 * step}
+                line |= {"seconds_waiting": step * (0.1 + 0.1 * island) / speed}
+                lines.append(line)
+                kept.line(line)
         if ended:
-            record.finish(summary(lines, equal))
+            kept.finish(summary(lines, equal))
     monkeypatch.undo()
     return folder

@@ -13,12 +13,14 @@ import fsdp_demo
 from fsdp_demo.runlog.record import PREFIX, tracked
 
 from ..support import threaded
+from ..support.inside import in_a_process
 from ..support.pages import metric, metrics_table
 
 TABLE = metrics_table()
 
 
-def test_metrics_names_are_in_the_table(run_ranks: Any) -> None:
+@in_a_process
+def test_metrics_names_are_in_the_table() -> None:
     """Every metric of an exchange is in the table of docs/metrics.md. Two islands, one of which has
     a gradient that is not finite, and a mean at the end.
     """
@@ -37,11 +39,7 @@ def test_metrics_names_are_in_the_table(run_ranks: Any) -> None:
         exchange.finish()
         return found
 
-    def run() -> Any:
-        return threaded.values(threaded.islands(island))
-
-    (found,) = run_ranks(run, 1, 1)
-    for rank, totals, names in found:
+    for rank, totals, names in threaded.values(threaded.islands(island)):
         of = {name: TABLE[name][1] for name in {**rank, **totals}}
         assert all(of[name] != "island" for name in rank if name not in ("drift",))
         assert all(of[name] != "rank" for name in totals)

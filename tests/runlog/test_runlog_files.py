@@ -15,9 +15,9 @@ import pytest
 from fsdp_demo import preset
 from fsdp_demo.runlog import files
 from fsdp_demo.runlog.files import load, load_all
-from fsdp_demo.runlog.record import RunRecord
 
 from ..support.inside import in_ranks
+from ..support.refused import refusal
 from . import made
 
 
@@ -90,7 +90,7 @@ def test_runlog_later_start_drops_later_lines(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("fsdp_demo.runlog.record.time.perf_counter", clock)
     exchange = made.Said(made.Place(0, 1), step=20)
     began = json.loads((folder / "island0" / files.HEAD_FILE).read_text())["began"]
-    record = RunRecord(folder / "island0", exchange, steps=40, parameters=1, procs=1)
+    record = made.record(folder / "island0", exchange, steps=40)
     assert record.last["step"] == 20 and record.seconds == pytest.approx(20.0)
     clock.now += 3
     record.line({"step": 21})
@@ -104,7 +104,7 @@ def test_runlog_later_start_drops_later_lines(tmp_path, monkeypatch) -> None:
 def test_runlog_full_disk_is_a_warning(tmp_path, caplog) -> None:
     """Where the disk is full a file gets one warning, and its next line says how many lack."""
     full = tmp_path / "island0" / files.STEPS_FILE
-    record = RunRecord(full.parent, made.Said(made.Place(0, 1)), steps=9, parameters=1, procs=1)
+    record = made.record(full.parent)
     full.symlink_to("/dev/full")  # which nothing may read
     for step in range(1, 5):
         record.line({"step": step})
@@ -122,23 +122,19 @@ def test_runlog_line_is_whole_or_absent(me, tmp_path) -> None:
     """Of a line for which there is no room nothing stays in the file (RLIMIT_FSIZE of a rank)."""
     path = tmp_path / files.STEPS_FILE
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
-    record = RunRecord(tmp_path, made.Said(made.Place(0, 1)), steps=9, parameters=1, procs=1)
+    record = made.record(tmp_path)
     for step in range(1, 9):
         record.line({"step": step, "seconds": 1.5, "loss": 3.25})
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     record.line({"step": 9, "seconds": 9.5})
-    assert [(line["step"], line.get("missing")) for line in lines(path)] == [
-        (1, None),
-        (2, None),
-        (9, 6),
-    ]
+    found = [(line["step"], line.get("missing")) for line in lines(path)]
+    assert found == [(1, None), (2, None), (9, 6)]
 
 
 def test_runlog_unwritable_folder_ends_nothing(tmp_path) -> None:
     """A record whose folder cannot be made lets a training end."""
     (tmp_path / "file").touch()
-    folder = tmp_path / "file" / "island0"
-    record = RunRecord(folder, made.Said(made.Place(0, 1)), steps=9, parameters=1, procs=1)
+    record = made.record(tmp_path / "file" / "island0")
     record.tick()
     record.line({"step": 1})
     record.finish({})
@@ -163,8 +159,7 @@ def test_runlog_second_training_puts_the_first_aside(tmp_path, monkeypatch) -> N
     folder = made.run(monkeypatch, tmp_path / "run", islands=1, steps=20) / "island0"
     exchange = made.Said(made.Place(0, 1))
     for _ in range(2):
-        record = RunRecord(folder, exchange, steps=9, parameters=1, procs=1)
-        record.line({"step": 3, "seconds": 0.5})
+        made.record(folder, exchange).line({"step": 3, "seconds": 0.5})
     assert [line["step"] for line in lines(folder / files.STEPS_FILE)] == [3]
     assert [e["kind"] for e in lines(folder / files.EVENTS_FILE)] == ["begin"]
     first, second = (load(folder / f"earlier-{n}").islands[0] for n in (1, 2))
@@ -179,20 +174,17 @@ def test_runlog_counts_the_time_an_island_was_gone(tmp_path, monkeypatch) -> Non
     head = json.loads((folder / files.HEAD_FILE).read_text())
     monkeypatch.setattr("fsdp_demo.runlog.record.time.time", lambda: head["began"] + 500.0)
     exchange = made.Said(made.Place(1, 2), step=60, newcomer=True)
-    record = RunRecord(folder, exchange, steps=90, parameters=1, procs=1)
+    record = made.record(folder, exchange, steps=90)
     assert record.seconds == pytest.approx(500.0, abs=1.0)
     record.line({"step": 65, "tokens": 30, "loss": 1.0})
-    run = load(folder)
-    assert (run.islands[0].events[-1]["kind"], run.islands[0].events[-1]["islands"]) == (
-        "joined",
-        [1],
-    )
+    last = load(folder).islands[0].events[-1]
+    assert (last["kind"], last["islands"]) == ("joined", [1])
 
 
 def test_runlog_head_has_the_choice_of_auto(tmp_path) -> None:
     """The head of a run has what `auto` has chosen."""
     exchange = made.Said(made.Place(0, 2), "auto")
-    record = RunRecord(tmp_path, exchange, steps=90, parameters=1, procs=1)
+    record = made.record(tmp_path, exchange, steps=90)
     record.tick()
     assert json.loads((tmp_path / files.HEAD_FILE).read_text())["preset"] == "auto"
     exchange.config = preset("diloco", period=7)
@@ -210,7 +202,7 @@ def test_runlog_head_has_the_choice_of_auto(tmp_path) -> None:
 def test_runlog_writes_each_exchange_once(tmp_path) -> None:
     """Each exchange is written once."""
     exchange = made.Said(made.Place(0, 2))
-    record = RunRecord(tmp_path, exchange, steps=9, parameters=1, procs=1)
+    record = made.record(tmp_path, exchange)
     for step in range(6):
         exchange.flown.append(made.ExchangeRecord(step, step, ("a",), None, None))
         if step % 2:
@@ -230,9 +222,7 @@ def test_runlog_writes_each_exchange_once(tmp_path) -> None:
 def test_runlog_refuses_other_folders(tmp_path, prepare, says) -> None:
     """A folder that is no run is refused in one sentence."""
     prepare(tmp_path / "run")
-    with pytest.raises(ValueError) as error:
-        load(tmp_path / "run")
-    assert says in str(error.value) and str(tmp_path / "run") in str(error.value)
+    refusal(lambda: load(tmp_path / "run"), says, str(tmp_path / "run"))
 
 
 def test_runlog_tells_runs_of_one_name_apart(tmp_path, monkeypatch) -> None:

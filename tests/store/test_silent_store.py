@@ -5,7 +5,6 @@ never a hang.
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import signal
 import socket
@@ -15,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +28,10 @@ from fsdp_demo.rendezvous.position import ShardPosition
 from fsdp_demo.rendezvous.stop_notices import Presence
 from fsdp_demo.store.client import StoreClient
 
-from ..support.stores import server_of
+from ..support import stores
+from ..support.heard import heard
+from ..support.inside import in_ranks
+from ..support.refused import refusal
 
 runs = itertools.count()
 
@@ -56,112 +57,77 @@ def process(
 
 
 @pytest.fixture
-def store(process: tuple[subprocess.Popen[bytes], str]) -> Iterator[dict[str, str]]:
+def env(process: tuple[subprocess.Popen[bytes], str]) -> Iterator[dict[str, str]]:
     """Variables that lead to it, and its server's process id in STORE. The server goes on when the
     test ends.
     """
     started, endpoint = process
     where = {"ISLAND_ENDPOINT": endpoint, "ISLAND_TIMEOUT": "1.5"}
-    server = server_of(started.pid)
+    server = stores.server_of(started.pid)
     yield {**where, "ISLAND_RUN": f"silent-{next(runs)}", "STORE": str(server)}
     os.kill(server, signal.SIGCONT)
 
 
 def freeze() -> None:
     """Stop the store, and wait until it stands still."""
-    os.kill(int(os.environ["STORE"]), signal.SIGSTOP)
-    status = Path(f"/proc/{os.environ['STORE']}/stat")
-    while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "T":
-        time.sleep(0.02)
+    stores.freeze(int(os.environ["STORE"]))
     time.sleep(0.1)
 
 
-def test_store_frozen_at_the_start_is_an_error(run_ranks, store) -> None:
+@in_ranks(1, 1, env={"ISLAND_COUNT": "2", "ISLAND_TIMEOUT": "0.5"})
+def test_store_frozen_at_the_start_is_an_error(env) -> None:
     """A frozen store is an error with a cure at the start of a run."""
-
-    def fn(me: Any) -> list[str]:
-        freeze()
-        texts = []
-        for call in (
-            lambda t: t.open_store(),
-            lambda t: t.prefix(),
-            lambda t: t.join(ShardPosition()),
-            lambda t: CheckpointRegistry(t, Ranks(None, 0, 1)).meet({}),
-        ):
-            with pytest.raises(StoreSilent) as error:
-                call(Topology.from_env())
-            texts.append(str(error.value))
-        return texts
-
-    env = {**store, "ISLAND_COUNT": "2", "ISLAND_TIMEOUT": "0.5"}
-    (texts,) = run_ranks(fn, 1, 1, env=env)
-    for text in texts:
-        assert (
-            f"after 0.5 s: start there `fsdp-demo store --bind {store['ISLAND_ENDPOINT']}`" in text
-        )
-        assert "hangs, or another program listens there)" in text
+    freeze()
+    start = f"after 0.5 s: start there `fsdp-demo store --bind {env['ISLAND_ENDPOINT']}`"
+    says = start, "hangs, or another program listens there)"
+    for call in (
+        lambda t: t.open_store(),
+        lambda t: t.prefix(),
+        lambda t: t.join(ShardPosition()),
+        lambda t: CheckpointRegistry(t, Ranks(None, 0, 1)).meet({}),
+    ):
+        refusal(lambda: call(Topology.from_env()), *says, kind=StoreSilent)  # noqa: B023
 
 
-def test_store_frozen_while_islands_meet_is_an_error(run_ranks, store) -> None:
+@in_ranks(1, 1, env={"ISLAND_COUNT": "2"})
+def test_store_frozen_while_islands_meet_is_an_error(env) -> None:
     """A store that freezes while islands meet is an error with a cure."""
-
-    def fn(me: Any) -> str:
-        topology = Topology.from_env()
-        topology.prefix()
-        timer = threading.Timer(0.4, freeze)
-        timer.start()
-        with pytest.raises(StoreSilent) as error:
-            topology.join(ShardPosition())
-        return str(error.value)
-
-    (text,) = run_ranks(fn, 1, 1, env={**store, "ISLAND_COUNT": "2"})
-    assert (
-        "does not answer within 1.5 s: see whether the store still runs" in text
-        and "start all islands again" in text
-    )
+    topology = Topology.from_env()
+    topology.prefix()
+    threading.Timer(0.4, freeze).start()
+    says = "does not answer within 1.5 s: see whether the store still runs"
+    again = "start all islands again"
+    refusal(lambda: topology.join(ShardPosition()), says, again, kind=StoreSilent)
 
 
-def test_store_frozen_training_goes_on(run_ranks, store, everywhere: Any) -> None:
+@in_ranks(2, 1, env={"ISLAND_TIMEOUT": "8"})
+def test_store_frozen_training_goes_on(me, env) -> None:
     """Training goes on while the store is frozen: steps and finish() need it no more, words to the
     others wait only so long, and it is said once.
     """
-    everywhere.setattr(position, "ANSWER", 1.5)
-    everywhere.setattr(attempts, "PATIENCE", 1.5)
-
-    def fn(me: Any) -> Any:
-        lines: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("fsdp_demo").addHandler(handler)
-        p = torch.nn.Parameter(torch.full((3,), float(me.island)))
-        optimizer = torch.optim.SGD([p], lr=0.1)
-        exchange = fsdp_demo.attach(optimizer, "full")
-        registry = CheckpointRegistry(exchange.topology, Ranks(None, 0, 1))
-        registry.meet({"held": [1]})
-        presence = Presence(exchange.topology)
-        presence.start()
-        # its thread is connected
-        assert attempts.join(exchange.topology).ask(lambda at: None, 20.0)
-        for island in range(2):
-            exchange.digests_equal()  # both are here
-            if me.island == island == 0:
-                freeze()
-        presence.end("left")
-        with pytest.raises(StoreSilent):
-            registry.meet({"held": [2]})
-        for _ in range(3):
-            p.grad = torch.ones(3)
-            optimizer.step()
-        exchange.finish()
-        return (
-            exchange.step,
-            len(
-                [line for line in lines if "does not answer" in line or "no store answers" in line]
-            ),
-        )
-
-    for step, said in run_ranks(fn, 2, 1, env={**store, "ISLAND_TIMEOUT": "8"}):
-        assert (step, said) == (3, 1)
+    position.ANSWER = attempts.PATIENCE = 1.5
+    lines, p = heard(), torch.nn.Parameter(torch.full((3,), float(me.island)))
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    exchange = fsdp_demo.attach(optimizer, "full")
+    registry = CheckpointRegistry(exchange.topology, Ranks(None, 0, 1))
+    registry.meet({"held": [1]})
+    presence = Presence(exchange.topology)
+    presence.start()
+    # its thread is connected
+    assert attempts.join(exchange.topology).ask(lambda at: None, 20.0)
+    for island in range(2):
+        exchange.digests_equal()  # both are here
+        if me.island == island == 0:
+            freeze()
+    presence.end("left")
+    with pytest.raises(StoreSilent):
+        registry.meet({"held": [2]})
+    for _ in range(3):
+        p.grad = torch.ones(3)
+        optimizer.step()
+    exchange.finish()
+    said = [line for line in lines if "does not answer" in line or "no store answers" in line]
+    assert exchange.step == 3 and len(said) == 1
 
 
 EXIT = """
@@ -187,24 +153,15 @@ def script(path: Path, text: str, **env: str) -> subprocess.CompletedProcess[str
         for k, v in os.environ.items()
         if not k.startswith("ISLAND_") and k != "TORCH_CPP_LOG_LEVEL"
     }
-    clean |= {
-        "ISLAND_COUNT": "2",
-        "ISLAND_RANK": "0",
-        "ISLAND_TIMEOUT": "1",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    return subprocess.run(
-        [sys.executable, str(path)],
-        env={**clean, **env},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    clean |= {"ISLAND_COUNT": "2", "ISLAND_RANK": "0", "ISLAND_TIMEOUT": "1"}
+    clean["PYTHONPATH"] = str(Path(__file__).parents[2])
+    words, how = [sys.executable, str(path)], dict(capture_output=True, text=True, timeout=120)
+    return subprocess.run(words, env={**clean, **env}, **how)
 
 
-def test_store_frozen_process_ends(tmp_path: Path, store) -> None:
+def test_store_frozen_process_ends(tmp_path: Path, env) -> None:
     """A process ends though its store is frozen."""
-    done = script(tmp_path / "exit.py", EXIT, **store)
+    done = script(tmp_path / "exit.py", EXIT, **env)
     assert done.returncode == 0 and "the end" in done.stdout, done.stderr
     assert "terminate called" not in done.stderr and "Fatal Python error" not in done.stderr
 
@@ -219,15 +176,10 @@ def test_store_absent_is_said_in_one_line(tmp_path: Path) -> None:
             "from fsdp_demo import Topology\nTopology.from_env().prefix()\n",
             ISLAND_ENDPOINT=endpoint,
         )
-    assert (
-        done.returncode == 75
-        and f"no store answers at ISLAND_ENDPOINT={endpoint} after 1 s" in done.stderr
-    )
-    assert (
-        "frame #" not in done.stderr
-        and "Exception raised from" not in done.stderr
-        and done.stderr.count("Traceback") == 1
-    )
+    assert done.returncode == 75
+    assert f"no store answers at ISLAND_ENDPOINT={endpoint} after 1 s" in done.stderr
+    assert "frame #" not in done.stderr and "Exception raised from" not in done.stderr
+    assert done.stderr.count("Traceback") == 1
 
 
 FILLED = """
@@ -251,12 +203,8 @@ def test_store_filled_stays_within_its_memory() -> None:
             with pytest.raises(StoreSilent):
                 for n in range(128):
                     client.set(f"value{n}", "x" * (1 << 20))
-            status = Path(f"/proc/{one.pid}/status")
-            held = [
-                int(line.split()[1])
-                for line in status.read_text().splitlines()
-                if line.startswith("VmData")
-            ]
+            status = Path(f"/proc/{one.pid}/status").read_text().splitlines()
+            held = [int(line.split()[1]) for line in status if line.startswith("VmData")]
             assert not held or 1024 * held[0] <= limit
         finally:
             one.kill()

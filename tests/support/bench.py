@@ -27,7 +27,7 @@ class Bench:
         self, members: str = "ABC", peer_groups: int = 2, window: int = 2, min_continue: int = 1
     ):
         self.members = [Member("ABCDE".index(x)) for x in members]
-        self.peer_groups = peer_groups
+        self.peer_groups, self.window = peer_groups, window
         self.record = first_record(self.members)
         self.ranks: dict[At, Rank] = {
             (m, r): entered(m, r, peer_groups, self.record, window, min_continue)
@@ -45,16 +45,13 @@ class Bench:
         for action in actions:
             if isinstance(action, protocol_events.Send):
                 a = action
-                frame = protocol_events.PieceReceived(
-                    a.view, a.epoch, at[0], a.n, a.kind, a.piece, a.landed
-                )
+                what = (a.n, a.kind, a.piece, a.landed)
+                frame = protocol_events.PieceReceived(a.view, a.epoch, at[0], *what)
                 self.frames += [(at, (m, at[1]), frame) for m in a.to if (m, at[1]) in self.ranks]
             elif isinstance(action, protocol_events.CastVote):
-                self.votes += [
-                    ((at[0], r), protocol_events.Voted(action.ballot, action.epoch))
-                    for r in range(self.peer_groups)
-                    if r != at[1]
-                ]
+                vote = protocol_events.Voted(action.ballot, action.epoch)
+                others = (r for r in range(self.peer_groups) if r != at[1])
+                self.votes += [((at[0], r), vote) for r in others]
             elif isinstance(action, protocol_events.PostReport):
                 self.reports.append(action.report)
             else:
@@ -67,17 +64,17 @@ class Bench:
             if at[0] in (who or self.members):
                 self.tell(at, protocol_events.Launched(n, kind))
 
-    def let(
-        self,
-        sender: Any = None,
-        to: Any = None,
-        peer_group: int | None = None,
-        n: int | None = None,
-    ) -> None:
-        """Let frames through that are on their way, and those that follow from them, of these
-        islands and this peer group.
+    def enter(self, newcomer: Member, record: Record) -> None:
+        """An island with one rank comes, and has read this record."""
+        self.members.append(newcomer)
+        self.ranks[newcomer, 0] = entered(newcomer, 0, 1, record, self.window)
+        self.did[newcomer, 0] = []
+
+    def let(self, **of: Any) -> None:
+        """Let frames through that are on their way, and those that follow from them: of these
+        islands (sender, to), of this peer_group, of message n.
         """
-        while found := [f for f in self.frames if fits(f, sender, to, peer_group, n)]:
+        while found := [f for f in self.frames if fits(f, **of)]:
             self.frames.remove(found[0])
             if found[0][2].view == self.ranks[found[0][1]].record.view:
                 self.tell(found[0][1], found[0][2])
@@ -93,14 +90,12 @@ class Bench:
     def beats(self) -> None:
         """All hear how far all others have landed."""
         for (m, peer_group), rank in list(self.ranks.items()):
+            view = rank.record.view
             for peer in self.members:
-                if peer != m and self.ranks[peer, peer_group].record.view == rank.record.view:
-                    self.tell(
-                        (m, peer_group),
-                        protocol_events.LandedHeard(
-                            rank.record.view, peer, self.ranks[peer, peer_group].landed
-                        ),
-                    )
+                other = self.ranks[peer, peer_group]
+                if peer != m and other.record.view == view:
+                    heard = protocol_events.LandedHeard(view, peer, other.landed)
+                    self.tell((m, peer_group), heard)
 
     def freeze(self, *who: Member, lost: tuple[Member, ...] = ()) -> None:
         """All ranks of these islands hear of a change, after they have lost those."""
@@ -135,22 +130,16 @@ class Bench:
         """For each rank of the island whose contributions it delivered as n: "ABC"."""
         found = []
         for r in range(self.peer_groups):
-            own = [
-                a
-                for a in self.did[member, r]
-                if isinstance(a, protocol_events.Deliver) and a.n == n
-            ]
-            sets = ["".join("ABCDE"[m.slot] for m in a.contributors) for a in own]
+            own = [a for a in self.did[member, r] if isinstance(a, protocol_events.Deliver)]
+            sets = ["".join("ABCDE"[m.slot] for m in a.contributors) for a in own if a.n == n]
             assert len(sets) <= 1
             found.append(sets[0] if sets else None)
         return found
 
     def sealed(self, member: Member, rank: int = 0) -> int:
         """Below which message this rank may seal a checkpoint."""
-        return max(
-            [a.below for a in self.did[member, rank] if isinstance(a, protocol_events.SealAllowed)],
-            default=0,
-        )
+        did = self.did[member, rank]
+        return max([a.below for a in did if isinstance(a, protocol_events.SealAllowed)], default=0)
 
 
 def replaced_lost(rank: Rank, member: Member) -> Rank:
@@ -158,11 +147,11 @@ def replaced_lost(rank: Rank, member: Member) -> Rank:
     return replace(rank, lost=rank.lost | {member})
 
 
-def fits(item: Any, sender: Any, to: Any, peer_group: int | None, n: int | None) -> bool:
+def fits(
+    item: Any, sender: Any = None, to: Any = None, peer_group: Any = None, n: Any = None
+) -> bool:
     """Whether a frame is among those that are let through."""
     (a, _), (b, r), frame = item
-    ends = all(
-        w is None or x == w or (not isinstance(w, Member) and x in w)
-        for w, x in [(sender, a), (to, b)]
-    )
+    sender, to = ((w,) if isinstance(w, Member) else w for w in (sender, to))
+    ends = (sender is None or a in sender) and (to is None or b in to)
     return ends and peer_group in (None, r) and n in (None, frame.n)

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
-from . import child
+from . import stores
 
 TOKEN = "a token of the tests, long enough"
 
@@ -33,28 +32,8 @@ class Durable:
 
     def start(self) -> None:
         """Start it, again if it has ended."""
-        reader, writer = os.pipe()
-        parent = os.getpid()
-        self._pid = os.fork()
-        if not self._pid:
-            try:
-                child.end_with(parent)
-                os.close(reader)
-                self._serve(writer)
-            finally:
-                os._exit(1)
-        os.close(writer)
-        self.port = int(os.read(reader, 9) or b"0")
-        os.close(reader)
-        assert self.port, "the store did not start: see the log of the rank"
-
-    def _serve(self, writer: int) -> None:
-        from fsdp_demo.store.server import StoreServer
-
-        store = StoreServer(f"127.0.0.1:{self.port}", self._file, self._token, **self._bounds)
-        os.write(writer, b"%d" % store.port)
-        os.close(writer)
-        store.serve_while(lambda: True)
+        where = (self.endpoint, self._file, self._token)
+        self._pid, self.port = stores.forked(*where, **self._bounds)
 
     def kill(self) -> None:
         """End it, as SIGKILL does."""
@@ -63,10 +42,7 @@ class Durable:
 
     def freeze(self) -> None:
         """Stop it, and wait until it stands still."""
-        os.kill(self._pid, signal.SIGSTOP)
-        status = Path(f"/proc/{self._pid}/stat")
-        while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "T":
-            time.sleep(0.01)
+        stores.freeze(self._pid)
 
     def wake(self) -> None:
         """Let it go on."""
@@ -76,8 +52,5 @@ class Durable:
         """A client of its own, of the store or of a relay before it."""
         from fsdp_demo.store.client import StoreClient
 
-        return StoreClient(
-            f"127.0.0.1:{port or self.port}",
-            self._token if token is None else token,
-            deadline,
-        )
+        token = self._token if token is None else token
+        return StoreClient(f"127.0.0.1:{port or self.port}", token, deadline)

@@ -6,6 +6,7 @@ Use it inside `run_ranks(fn, 1, 1)`, so that threads and sockets end with a proc
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -66,14 +67,8 @@ class Islands:
         least: int = 1,
     ):
         warm()
-        self.address, self.least = address, least
-        self.count, self.ranks, self.dead, self.timeout, self.token = (
-            count,
-            ranks,
-            dead,
-            timeout,
-            token,
-        )
+        self.address, self.least, self.token = address, least, token
+        self.count, self.ranks, self.dead, self.timeout = count, ranks, dead, timeout
         self.store = store or WorldStore(dist.HashStore(), "the test", 5.0)
         self.names = {slot: f"island{slot}" for slot in range(count)}
         self.lines: dict[tuple[int, int], PeerGroup] = {}
@@ -83,11 +78,8 @@ class Islands:
         self._met = threading.Barrier(count * ranks)
         self._undo: list[Callable[[], Any]] = []
         # it would end the process
-        self._replace(
-            connect,
-            "expelled",
-            lambda place, record: self.expelled.append((place.slot, place.rank)),
-        )
+        expelled = lambda place, record: self.expelled.append((place.slot, place.rank))  # noqa: E731
+        self._replace(connect, "expelled", expelled)
 
     def _replace(self, target: Any, name: str, value: Any) -> None:
         before = getattr(target, name)
@@ -96,16 +88,7 @@ class Islands:
 
     def line(self, slot: int, rank: int) -> PeerGroup:
         """Meet the others."""
-        meeting = Meeting(
-            self.store,
-            "line",
-            slot,
-            self.count,
-            tuple(self.names.values()),
-            self.address,
-            self.timeout,
-            self.token,
-        )
+        meeting = self._meeting(slot, self.names, self.timeout)
         place = PeerPosition(slot, rank, self.ranks, self.names)
         limits = connect.Limits(self.dead, 60.0, self.least)
         line = connect.starting_peers(
@@ -114,6 +97,17 @@ class Islands:
         line.begin()
         self.lines[slot, rank], self._hubs[line._driver._poller] = line, (slot, rank)
         return line
+
+    def _meeting(self, at: int, names: dict[int, str], timeout: float) -> Meeting:
+        where = (len(names), tuple(names.values()), self.address, timeout, self.token)
+        return Meeting(self.store, "line", at, *where)
+
+    def newcomer(self, slot: int, timeout: float) -> PeerGroup:
+        """An island that joins the others, and has reached them."""
+        names = {**self.names, slot: f"island{slot}"}
+        meeting, place = self._meeting(self.count, names, timeout), PeerPosition(slot, 0, 1, names)
+        limits, store = connect.Limits(self.dead), self.store.under("line")
+        return connect.newcomer_peers(meeting, place, 0, lambda: store, None, limits)
 
     def who(self, poller: Any) -> tuple[int, int] | None:
         """(slot, rank) of a hub; None before it has met."""
@@ -142,11 +136,8 @@ class Islands:
                 if line is not None:
                     line.release()
 
-        threads = [
-            threading.Thread(target=work, args=(s, r))
-            for s in range(self.count)
-            for r in range(self.ranks)
-        ]
+        ranks = itertools.product(range(self.count), range(self.ranks))
+        threads = [threading.Thread(target=work, args=who) for who in ranks]
         for t in threads:
             t.start()
         end = time.monotonic() + limit
@@ -286,18 +277,12 @@ def exchanged(line: PeerGroup, n: int, scale: int = 1) -> tuple[tuple[int, ...],
         )
         came, sizes = arrived.bodies, [40] * len(arrived.bodies)
         means = mean_of(line.slots, n, [weight(s) for s in line.slots], scale)
-        exact = sum(weight(s) * vectors(s, n, scale)[0][0] for s in line.slots) / sum(
-            weight(s) for s in line.slots
-        )
-        assert torch.equal(arrived.means[0], exact), (
-            f"message {n}: the mean is not that of {line.slots}"
-        )
-        assert all(torch.equal(a, b) for a, b in zip(arrived.means, means, strict=True)), (
-            f"message {n}"
-        )
-        assert arrived.slots == line.slots and [h.weight for h in arrived.headers] == [
-            weight(s) for s in line.slots
-        ]
+        total = sum(weight(s) * vectors(s, n, scale)[0][0] for s in line.slots)
+        exact, what = total / sum(weight(s) for s in line.slots), f"message {n} of {line.slots}"
+        assert torch.equal(arrived.means[0], exact), what
+        assert all(map(torch.equal, arrived.means, means)) and len(means) == len(own), what
+        assert arrived.slots == line.slots
+        assert [h.weight for h in arrived.headers] == [weight(s) for s in line.slots]
         _compare(came, line, n, sizes)
         return line.slots, came + arrived.means
     elif kind == 2:
@@ -340,8 +325,6 @@ def agree(found: list[list[Any]]) -> list[tuple[int, ...]]:
     for other in found[1:]:
         assert [of for of, _ in other] == slots
         for n, (one, two) in enumerate(zip(found[0], other, strict=True)):
-            assert len(one[1]) == len(two[1]) and all(
-                torch.equal(a, b) for a, b in zip(one[1], two[1], strict=True)
-            ), f"message {n}"
+            assert len(one[1]) == len(two[1]) and all(map(torch.equal, one[1], two[1])), n
     assert all(set(b) <= set(a) for a, b in zip(slots, slots[1:], strict=False)), slots
     return slots

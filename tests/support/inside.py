@@ -18,13 +18,15 @@ from .small import same
 Test = Callable[..., Any]
 
 
-def in_ranks(islands: int = 2, procs: int = 2, **options: Any) -> Callable[[Test], Test]:
+def in_ranks(
+    islands: int = 2, procs: int | list[int] = 2, **options: Any
+) -> Callable[[Test], Test]:
     """The test is what each rank of `run_ranks(..., islands, procs, **options)` does. What it
     returns is the same on all ranks, bit by bit.
 
     Its parameter `me`, if it has one, is the `Rank`. Its other arguments travel to the ranks, so it
     takes no fixture but those that can be pickled. Parameters `islands` and `procs` stand in for
-    those of the decorator.
+    those of the decorator; `env` is added to its variables.
     """
 
     def decorator(test: Test) -> Test:
@@ -32,8 +34,11 @@ def in_ranks(islands: int = 2, procs: int = 2, **options: Any) -> Callable[[Test
             def work(me: Any) -> Any:
                 return test(**({"me": me} if takes_me else {}), **given)
 
-            sizes = {n: given[n] for n in ("islands", "procs") if n in given}
-            found = run_ranks(work, **{"islands": islands, "procs": procs, **sizes}, **options)
+            how = {"islands": islands, "procs": procs, **options}
+            how |= {n: given[n] for n in ("islands", "procs") if n in given}
+            if "env" in given:
+                how["env"] = {**given["env"], **options.get("env", {})}
+            found = run_ranks(work, **how)
             unlike = [rank for rank, value in enumerate(found) if not same(value, found[0])]
             assert not unlike, f"ranks {unlike} return another value than rank 0"
 
@@ -41,6 +46,17 @@ def in_ranks(islands: int = 2, procs: int = 2, **options: Any) -> Callable[[Test
         return _as_test(test, {"me"}, run)
 
     return decorator
+
+
+def in_a_process(test: Test) -> Test:
+    """The test runs in a process of its own, which may fork: its threads and sockets end with it.
+    Its arguments travel there, as those of `in_ranks` do.
+    """
+
+    def run(run_ranks: Any, given: dict[str, Any]) -> None:
+        run_ranks(lambda: test(**given), 1, 1, timeout=120)
+
+    return _as_test(test, set(), run)
 
 
 def in_threads(

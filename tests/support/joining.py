@@ -33,6 +33,8 @@ from fsdp_demo.peers.join_messages import (
     unpacked,
 )
 
+from .small import same as same
+
 
 class Record:
     """A donor feed of a peer group: a snapshot is asked for at every step. It notes the messages
@@ -239,17 +241,6 @@ def stand(runtime: Any) -> dict[str, Any]:
         "loss": runtime.queue.watch.loss,
         "norms": runtime.queue.norms.state([(f.members, f.step) for f in runtime.queue.flights]),
     }
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two trees of tensors and numbers are equal, bit by bit."""
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
 
 
 def watched(each: Callable[[Any], None]) -> pytest.MonkeyPatch:

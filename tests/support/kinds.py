@@ -28,6 +28,7 @@ STARTS = {
     "multiprocessing",
     "spawn",
     "NotebookClient",
+    "fresh_python",  # of programs.py
     "kernel",  # of topk: a compiler
     "over_bytes",  # of the study: matplotlib: fc-list, where it knows no fonts yet
     "draw_storm",  # the same

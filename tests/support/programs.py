@@ -1,4 +1,6 @@
-"""A program of recipes/ or benchmarks/ that a rank of a test runs in its own process."""
+"""Programs that tests run: of recipes/ or benchmarks/ in a rank's own process, or a few lines in a
+Python of their own.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,18 @@ import contextlib
 import io
 import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+
+def fresh_python(code: str, cwd: str | Path | None = None) -> str:
+    """What `code` prints in a Python of its own, where it must end well."""
+    words, how = [sys.executable, "-c", code], {"capture_output": True, "text": True}
+    done = subprocess.run(words, cwd=cwd, timeout=120, **how)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
 
 
 def played(rank: Any, path: Path, words: list[str]) -> tuple[Any, str]:

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,40 @@ def server_of(store: int) -> int:
         time.sleep(0.01)
         found = children.read_text()
     return int(found.split()[0])
+
+
+def forked(*store: Any, close: Sequence[int] = (), **bounds: int) -> tuple[int, int]:
+    """Process id and port of a `StoreServer(*store, **bounds)` that a fork of this process serves,
+    which closes these descriptors.
+    """
+    reader, writer = os.pipe()
+    parent, pid = os.getpid(), os.fork()
+    if pid:
+        os.close(writer)
+        port = int(os.read(reader, 9) or b"0")
+        os.close(reader)
+        assert port, "the store did not start: see the log of the rank, or of the rank server"
+        return pid, port
+    try:
+        child.end_with(parent)
+        for fd in (reader, *close):
+            os.close(fd)
+        from fsdp_demo.store.server import StoreServer
+
+        served = StoreServer(*store, **bounds)
+        os.write(writer, b"%d" % served.port)
+        os.close(writer)
+        served.serve_while(lambda: True)
+    finally:
+        os._exit(1)
+
+
+def freeze(pid: int) -> None:
+    """Stop a process, and wait until it stands still."""
+    os.kill(pid, signal.SIGSTOP)
+    status = Path(f"/proc/{pid}/stat")
+    while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
 
 
 SHARED = ""  # the name of the store for calls whose run ids are drawn: no two runs meet in it
@@ -42,7 +77,7 @@ class Stores:
             if self._calls % CALLS == 0 or not self._lives(name):
                 self.end(name)
         if name not in self._held:
-            self._held[name] = self._start()
+            self._held[name] = forked("127.0.0.1:0", ":memory:", close=self._close)
         return f"127.0.0.1:{self._held[name][1]}"
 
     def end(self, name: str) -> None:
@@ -63,40 +98,15 @@ class Stores:
         for name in list(self._held):
             self.end(name)
 
-    def _start(self) -> tuple[int, int]:
-        reader, writer = os.pipe()
-        parent, pid = os.getpid(), os.fork()
-        if pid:
-            os.close(writer)
-            port = int(os.read(reader, 9) or b"0")
-            os.close(reader)
-            assert port, "the store did not start: see the log of the rank server"
-            return pid, port
-        try:
-            child.end_with(parent)
-            for fd in (reader, *self._close):
-                os.close(fd)
-            from fsdp_demo.store.server import StoreServer
-
-            store = StoreServer("127.0.0.1:0", ":memory:")
-            os.write(writer, b"%d" % store.port)
-            os.close(writer)
-            store.serve_while(lambda: True)
-        finally:
-            os._exit(1)
-
 
 class InThread:
     """A store that a thread of this process serves, until `end`."""
 
     def __init__(self, store: Any):
         self.endpoint, self._end = store.endpoint, threading.Event()
-        self._thread = threading.Thread(
-            target=store.serve_while,
-            args=(lambda: not self._end.is_set(),),
-            name="store",
-            daemon=True,
-        )
+        wanted = (lambda: not self._end.is_set(),)
+        how = {"args": wanted, "name": "store", "daemon": True}
+        self._thread = threading.Thread(target=store.serve_while, **how)
         self._thread.start()
 
     def end(self) -> None:

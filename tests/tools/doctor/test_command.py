@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ import pytest
 from fsdp_demo.cli import main
 from fsdp_demo.tools.doctor import facts
 from fsdp_demo.tools.doctor.reading import load
+
+from ...support.programs import fresh_python
 
 ROOT = Path(__file__).parents[3]
 
@@ -129,8 +130,7 @@ def test_doctor_command_help_without_torch() -> None:
         "import sys\nfrom fsdp_demo.cli import main\n"
         "try: main(['doctor', '--help'])\nexcept SystemExit: sys.exit('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
-    assert done.returncode == 0 and b"--seconds" in done.stdout
+    assert "--seconds" in fresh_python(code)
 
 
 # ---- facts -------------------------------------------------------------------------------------

@@ -69,30 +69,23 @@ def test_doctor_examine_step_times(me) -> None:
     assert "unequal-islands" in found
 
 
-def test_doctor_examine_open_files(run_ranks) -> None:
+@in_ranks(2, 1, env={"ISLAND_SLOTS": "32"}, timeout=120)
+def test_doctor_examine_open_files(me) -> None:
     """A limit of open files that is too low for all slots is found."""
-
-    def run(rank) -> list[str]:
-        if rank.island:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
-        seen, _ = examined()
-        return [f.says for f in findings(seen) if f.name == "open-files"]
-
-    env = {"ISLAND_SLOTS": "32"}
-    for (says,) in run_ranks(run, islands=2, procs=1, env=env, timeout=120):
-        assert says.startswith("island 1 (island1) allows 400 open files")
+    if me.island:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
+    (finding,) = [f for f in findings(examined()[0]) if f.name == "open-files"]
+    assert finding.says.startswith("island 1 (island1) allows 400 open files")
 
 
-def test_doctor_examine_wrong_interface(run_ranks) -> None:
+# RFC 5737
+@in_ranks(2, 1, env=lambda me: {"ISLAND_ADDRESS": "192.0.2.7"} if me.island else {}, timeout=120)
+def test_doctor_examine_wrong_interface() -> None:
     """An address that no machine has is found as the wrong interface."""
-
-    def env(rank) -> dict[str, str]:
-        return {"ISLAND_ADDRESS": "192.0.2.7"} if rank.island else {}  # RFC 5737
-
-    for seen, said in run_ranks(lambda: examined(), islands=2, procs=1, env=env, timeout=120):
-        (finding,) = [f for f in findings(seen) if f.stops]
-        assert finding.name == "wrong-interface" and "127.0.0.1" in finding.cure
-        assert "wrong-interface (stops a run)" in said
+    seen, said = examined()
+    (finding,) = [f for f in findings(seen) if f.stops]
+    assert finding.name == "wrong-interface" and "127.0.0.1" in finding.cure
+    assert "wrong-interface (stops a run)" in said
 
 
 @pytest.mark.parametrize("deaf", [0, 1])
@@ -116,17 +109,13 @@ def test_doctor_examine_unreachable_island(me, deaf) -> None:
     assert all(d.rate for d in seen.directions.values())
 
 
-def test_doctor_examine_missing_island(run_ranks) -> None:
+@in_ranks(2, 1)
+def test_doctor_examine_missing_island(me) -> None:
     """A missing island is an error after the deadline."""
-
-    def run(rank) -> None:
-        if rank.island:
-            return
+    if me.island == 0:
         topology = dataclasses.replace(Topology.from_env(), timeout=1.0)
         with pytest.raises(PeerLost, match="missing 1.*Start fsdp-demo doctor on all islands"):
             examine(topology, SHORT)
-
-    run_ranks(run, islands=2, procs=1, timeout=60)
 
 
 def test_doctor_examine_single_replica() -> None:

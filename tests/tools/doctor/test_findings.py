@@ -44,15 +44,9 @@ def reached(i: int, j: int, state: str = OK, **more: Any) -> Reach:
 
 def direction(i: int, j: int, **more: Any) -> Direction:
     good: dict[str, Any] = {
-        "rtt_ms": 20.0,
-        "loss": 0.0,
-        "mbit_s": {"1": 300.0, "2": 310.0, "4": 320.0},
-        "first_after_idle_ms": 40.0,
-        "warm_ms": 39.0,
-        "idle_bytes": 1 << 20,
-        "held_here": 0.0,
-        "held_there": 0.0,
-        "clock_offset_ms": 1.0,
+        **dict(rtt_ms=20.0, loss=0.0, mbit_s={"1": 300.0, "2": 310.0, "4": 320.0}),
+        **dict(first_after_idle_ms=40.0, warm_ms=39.0, idle_bytes=1 << 20),
+        **dict(held_here=0.0, held_there=0.0, clock_offset_ms=1.0),
     }
     return Direction(i, j, **{**good, **more})
 

@@ -20,7 +20,8 @@ from fsdp_demo.tools.doctor import probe
 from fsdp_demo.tools.doctor.measured import Direction
 from fsdp_demo.tools.doctor.probe import Pair, Probe, lost, pieces
 
-from ...support.inside import in_ranks
+from ...support.inside import in_a_process, in_ranks
+from ...support.threaded import at_once
 from ...support.threads import warm
 
 
@@ -38,18 +39,8 @@ def paired(fn: Callable[[Pair, int], Any], timeout: float = 10.0, **how: Any) ->
         finally:
             pair.close()
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(100)
-    assert not any(t.is_alive() for t in threads), "a side hangs"
+    at_once(work, 2, 100)
     return found
-
-
-def alone(run_ranks: Any, run: Callable[[], Any]) -> Any:
-    """run() in a process of its own: threads and sockets end with it."""
-    return run_ranks(lambda me: run(), 1, 1, timeout=120)[0]
 
 
 def slowed(pair: Pair, rate: float) -> None:
@@ -61,9 +52,9 @@ def slowed(pair: Pair, rate: float) -> None:
     def slow(group: Any) -> None:
         send = group.send
 
-        def late(tensor: Any, rank: int, number: int) -> Any:
+        def late(tensor: Any, *to: int) -> Any:
             time.sleep(8 * tensor.numel() / rate)
-            return send(tensor, rank, number)
+            return send(tensor, *to)
 
         group.send = late
 
@@ -78,23 +69,21 @@ def slowed(pair: Pair, rate: float) -> None:
         slow(group)
 
 
-def test_doctor_probe_known_rate(run_ranks, everywhere) -> None:
+@in_a_process
+def test_doctor_probe_known_rate() -> None:
     """The probe measures a link of a known rate."""
-    everywhere.setattr(probe, "PAUSE", 0.05)
+    probe.PAUSE = 0.05
 
-    def run() -> None:
-        def fn(pair: Pair, rank: int) -> Direction:
-            if rank:
-                slowed(pair, 50e6)
-            return Probe(pair, rank, 1 - rank, 4.0).run()
+    def fn(pair: Pair, rank: int) -> Direction:
+        if rank:
+            slowed(pair, 50e6)
+        return Probe(pair, rank, 1 - rank, 4.0).run()
 
-        fast, slow = paired(fn)
-        assert fast.error == slow.error == ""
-        # never faster than it is; a busy machine may make it slower
-        assert all(1 < rate < 60 for rate in slow.mbit_s.values())
-        assert max(fast.mbit_s.values()) > max(slow.mbit_s.values())
-
-    alone(run_ranks, run)
+    fast, slow = paired(fn)
+    assert fast.error == slow.error == ""
+    # never faster than it is; a busy machine may make it slower
+    assert all(1 < rate < 60 for rate in slow.mbit_s.values())
+    assert max(fast.mbit_s.values()) > max(slow.mbit_s.values())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO of Linux")
@@ -120,36 +109,28 @@ def test_doctor_probe_kernel_counts() -> None:
     assert lost(before, after)["loss"] < 0.5
 
 
-def test_doctor_probe_encrypted(run_ranks, everywhere) -> None:
+@in_a_process
+def test_doctor_probe_encrypted() -> None:
     """With a token all measurements are encrypted."""
-    everywhere.setattr(probe, "PAUSE", 0.05)
-
-    def run() -> None:
-        found = paired(
-            lambda pair, rank: Probe(pair, rank, 1 - rank, 1.0).run(),
-            token="a secret of these tests only",
-        )
-        for one in found:
-            assert one.error == "" and one.rate > 0
-
-    alone(run_ranks, run)
+    probe.PAUSE = 0.05
+    probed = lambda pair, rank: Probe(pair, rank, 1 - rank, 1.0).run()  # noqa: E731
+    for one in paired(probed, token="a secret of these tests only"):
+        assert one.error == "" and one.rate > 0
 
 
-def test_doctor_probe_dead_connection(run_ranks, everywhere) -> None:
+@in_a_process
+def test_doctor_probe_dead_connection() -> None:
     """A connection that dies leaves what was measured before."""
-    everywhere.setattr(probe, "SILENCE", 3.0)
+    probe.SILENCE = 3.0
 
-    def run() -> None:
-        def fn(pair: Pair, rank: int) -> Direction:
-            probe = Probe(pair, rank, 1 - rank, 1.0)
-            if rank:
-                probe._grow = lambda leads: pair._groups[0].close()  # type: ignore[method-assign]
-            return probe.run()
+    def fn(pair: Pair, rank: int) -> Direction:
+        probe = Probe(pair, rank, 1 - rank, 1.0)
+        if rank:
+            probe._grow = lambda leads: pair._groups[0].close()  # type: ignore[method-assign]
+        return probe.run()
 
-        for one in paired(fn, timeout=3.0):
-            assert one.rtt_ms > 0 and one.error and not one.mbit_s
-
-    alone(run_ranks, run)
+    for one in paired(fn, timeout=3.0):
+        assert one.rtt_ms > 0 and one.error and not one.mbit_s
 
 
 @in_ranks(1, 1, timeout=120)

@@ -29,25 +29,16 @@ def test_planner_models_of_other_families(name: str, made: str) -> None:
     import torch
 
     s = KNOWN[name]
-    facts: dict[str, Any] = {
-        "hidden_size": s.hidden,
-        "intermediate_size": s.mlp,
-        "num_hidden_layers": 2,
-        "num_attention_heads": s.heads,
-        "num_key_value_heads": s.kv_heads,
-        "vocab_size": s.vocab,
-        "tie_word_embeddings": s.tied,
-    }
-    if s.head:
-        facts["head_dim"] = s.head
+    facts: dict[str, Any] = dict(hidden_size=s.hidden, intermediate_size=s.mlp, vocab_size=s.vocab)
+    facts |= dict(num_attention_heads=s.heads, num_key_value_heads=s.kv_heads)
+    facts |= dict(num_hidden_layers=2, tie_word_embeddings=s.tied)
+    facts |= {"head_dim": s.head} if s.head else {}
     config = getattr(transformers, f"{made}Config")(**facts)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    two = [
-        (n, shape)
-        for n, shape in load(name)
-        if not n.startswith("model.layers.") or int(n.split(".")[2]) < 2
-    ]
+    layer = "model.layers."
+    shapes = [(n, n.startswith(layer), shape) for n, shape in load(name)]
+    two = [(n, shape) for n, of, shape in shapes if not of or int(n.split(".")[2]) < 2]
     assert two == [(n, tuple(p.shape)) for n, p in model.named_parameters()]
 
 

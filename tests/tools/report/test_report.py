@@ -78,10 +78,8 @@ def test_report_curves_mean_over_islands(tmp_path, monkeypatch) -> None:
     """The curves are means over the islands."""
     run = load(made.run(monkeypatch, tmp_path / "run", steps=40))
     lines = [island.lines for island in run.islands]
-    by_hand = [
-        ((a["tokens"] + b["tokens"]) / 2, (a["loss"] + b["loss"]) / 2)
-        for a, b in zip(*lines, strict=True)
-    ]
+    pairs = zip(*lines, strict=True)
+    by_hand = [((a["tokens"] + b["tokens"]) / 2, (a["loss"] + b["loss"]) / 2) for a, b in pairs]
     found = curve(run, "tokens").training
     assert [x for x, _ in found] == [x for x, _ in by_hand]
     assert [y for _, y in found] == pytest.approx([y for _, y in by_hand])
@@ -116,15 +114,9 @@ def test_report_page_needs_no_other_file(tmp_path, monkeypatch, capsys) -> None:
     ids = re.findall(r'id="([^"]*)"', text)
     assert len(ids) == len(set(ids))
     assert "a &amp; b" in text and "prefers-color-scheme: dark" in text
-    for says in (
-        "killed: island0 has no end",
-        "empty: island0 has no line of metrics yet.",
-        "island 2 lost",
-        "island 2 joined",
-        "round skipped: a contribution was not finite",
-        "nothing happened",
-        "preset: demo",
-    ):
+    skipped = "round skipped: a contribution was not finite"
+    lines = "killed: island0 has no end", "empty: island0 has no line of metrics yet.", skipped
+    for says in (*lines, "island 2 lost", "island 2 joined", "nothing happened", "preset: demo"):
         assert says in text, says
 
 
@@ -143,13 +135,9 @@ def test_report_pictures_text_and_colours(tmp_path, monkeypatch) -> None:
     assert len(pictures) == 8 and all("width" not in p.attrib for p in pictures)
     words = ["".join(p.itertext()) for p in pictures]
     expected = [
-        ["optimizer steps", "loss (nats per token)"],
-        ["tokens (k)", "loss (nats per token)"],
-        ["minutes"],
-        ["kB sent by each island"],
-        ["tokens/s of all islands", "minutes"],
-        ["learning rate", "optimizer steps"],
-        ["standing still (% of the time)"],
+        *(["optimizer steps", "loss (nats per token)"], ["tokens (k)", "loss (nats per token)"]),
+        *(["minutes"], ["kB sent by each island"], ["tokens/s of all islands", "minutes"]),
+        *(["learning rate", "optimizer steps"], ["standing still (% of the time)"]),
         ["island0, ", "events"],
     ]
     for text, says in zip(words, expected, strict=True):
@@ -177,13 +165,10 @@ def test_report_islands_speed_and_rates(tmp_path, monkeypatch) -> None:
     assert [dict(zip(head, row, strict=True))["starts"] for row in rows] == ["1", "1", "2"]
     assert all(socket.gethostname() in row and "40" in row for row in rows)
     assert [y for _, y in speed(run.islands[0])] == pytest.approx([1024] * 8)
-    assert rates(run.islands[1]) == [
-        (s, pytest.approx(1e-3 * (1 - s / 1000))) for s in range(5, 41, 5)
-    ]
-    assert [e["kind"] for e in run.islands[2].events if e.get("islands") == [2]] == [
-        "lost",
-        "joined",
-    ]
+    falling = [(s, pytest.approx(1e-3 * (1 - s / 1000))) for s in range(5, 41, 5)]
+    assert rates(run.islands[1]) == falling
+    of_2 = [e["kind"] for e in run.islands[2].events if e.get("islands") == [2]]
+    assert of_2 == ["lost", "joined"]
     joined = [event["of"] for event in marks(run) if event["kind"] == "joined"]
     assert joined == ["island0", "island1"]
     assert set(MARKS) == set(SIGNS) == set(report_png.MARKS)
@@ -202,9 +187,8 @@ def test_report_timeline_of_exchanges(tmp_path, monkeypatch, steps: int) -> None
 @needs_matplotlib
 def test_report_many_exchanges_one_image(tmp_path, monkeypatch) -> None:
     """Many exchanges are drawn as one image."""
-    few, many = (
-        load(made.run(monkeypatch, tmp_path / str(n), steps=n)) for n in (40, report_png.MANY + 100)
-    )
+    counts = (40, report_png.MANY + 100)
+    few, many = (load(made.run(monkeypatch, tmp_path / str(n), steps=n)) for n in counts)
     assert "<image" not in report_png.exchanges(few) and "<image" in report_png.exchanges(many)
     assert len(report_png.exchanges(many)) < 200_000
 
@@ -252,11 +236,10 @@ def test_report_loss_names_its_step(tmp_path, monkeypatch) -> None:
 
     ended = made.run(monkeypatch, tmp_path / "ended", steps=40)
     assert loss(ended).endswith(" (evaluation, step 40)")
+    event = json.dumps({"kind": "evaluation", "step": 41, "seconds": 1, "loss": 9})
     for island in ended.iterdir():
         with open(island / "events.jsonl", "a", encoding="utf-8") as file:
-            print(
-                json.dumps({"kind": "evaluation", "step": 41, "seconds": 1, "loss": 9}), file=file
-            )
+            print(event, file=file)
     assert re.fullmatch(r"9\.000 \(evaluation, step 41; best \d\.\d{3} at 40\)", loss(ended))
     killed = made.run(monkeypatch, tmp_path / "killed", steps=35, ended=False)
     assert loss(killed).endswith(" (evaluation, step 20)")
@@ -267,10 +250,8 @@ def test_report_loss_names_its_step(tmp_path, monkeypatch) -> None:
 
 def test_report_runs_of_unlike_bytes(tmp_path, monkeypatch) -> None:
     """Runs that sent unlike amounts are drawn by ratio."""
-    folders = [
-        made.run(monkeypatch, tmp_path / name, steps=40, each=each)
-        for name, each in (("few", 100), ("many", 100_000))
-    ]
+    sent = {"few": 100, "many": 100_000}
+    folders = [made.run(monkeypatch, tmp_path / n, steps=40, each=b) for n, b in sent.items()]
     for chosen, words in ((folders, True), (folders[:1], False)):
         out = tmp_path / "out.html"
         assert cli.main(["report", *map(str, chosen), "--out", str(out)]) == 0
