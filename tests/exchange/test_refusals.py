@@ -469,17 +469,15 @@ def test_attach_checks_under_fsdp2(me: Any) -> None:
     """
     from torch.distributed.fsdp import fully_shard
 
-    def momentum(net: Net) -> torch.optim.Optimizer:
-        return torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-
     for late in (False, True):
         net = Net(fsdp_demo.Topology(island=me.island))
         net.b.bias.requires_grad_(False)
         fully_shard(net, mesh=me.mesh())
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
         with torch.no_grad():
-            net(torch.ones(2, 66))
+            net(torch.ones(2, 66))  # leaves the root unsharded
         os.environ["ISLAND_RUN"] += "+"
-        _, optimizer, exchange = attached(KINDS["diloco"], inner=momentum, net=net)
+        exchange = fsdp_demo.attach(optimizer, KINDS["diloco"], model=net)
         names = [s.name for s in exchange.host.params]
         assert names == ["a.weight", "a.bias", "b.weight", "b.bias"]
         assert exchange.host.states() == ["momentum_buffer"] and not exchange.host.outside(net)

@@ -38,7 +38,10 @@ def finals(folder: Path) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("package", "launcher", "procs"),
-    [("lightning.pytorch", "torchrun", 2), ("pytorch_lightning", "command", 1)],
+    [
+        pytest.param("lightning.pytorch", "torchrun", 2, marks=pytest.mark.slow),
+        ("pytorch_lightning", "command", 1),
+    ],
 )
 def test_lightning_unedited(run_id: str, tmp_path: Path, package, launcher, procs) -> None:
     """A script that knows nothing of the exchange trains one model on two islands, also by the
@@ -57,6 +60,7 @@ def test_lightning_unedited(run_id: str, tmp_path: Path, package, launcher, proc
 
 
 @ON_LINUX
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_lightning_unedited_killed_stopped_resumed(run_id: str, tmp_path: Path) -> None:
     """An island that is killed comes back by itself and joins the run. Told to end all save, and

@@ -195,6 +195,7 @@ def test_trainer_unedited_below_torchrun(run_id: str, tmp_path: Path) -> None:
 
 
 @ON_LINUX
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_trainer_unedited_killed_stopped_resumed(run_id: str, tmp_path: Path) -> None:
     """Below a command that is no launcher an island that is killed comes back by itself. Told to

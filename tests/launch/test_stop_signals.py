@@ -77,7 +77,10 @@ def _ends(folder: Path, act: str) -> tuple[int, str]:
 
 @ON_LINUX
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("act", ["launcher", "all", "rank", "notice"])
+@pytest.mark.parametrize("act", [
+    pytest.param("launcher", marks=pytest.mark.slow), "all", "rank",
+    pytest.param("notice", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_stop_signals_end_an_island_with_75(tmp_path: Path, act: str) -> None:
     """An island that one of ISLAND_STOP_SIGNALS or a notice tells to end saves once, ends with 75
     and is not started again, whoever gets the signal; a worker of a loader lives on until then.

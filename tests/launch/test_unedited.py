@@ -89,7 +89,7 @@ def test_unedited_reaches_every_process(tmp_path: Path) -> None:
         ("os.kill(os.getpid(), 9)", 137),
         ("raise subprocess.CalledProcessError(-9, 'rank')", 137),
         ("raise subprocess.CalledProcessError(3, 'rank')", 1),
-        ("from tests.launch.test_restarts import failed; raise failed(1, -9)", 137),
+        ("from tests.launch.test_rehearse import failed; raise failed(1, -9)", 137),
     ],
 )
 def test_launch_status_below_any_command(tmp_path: Path, script: str, status: int) -> None:
