@@ -44,7 +44,11 @@ def checkpoint_and_compile(
         ValueError: inductor on a CPU without a C++ compiler.
     """
     if checkpoint:
-        model.activation_checkpointing_enable()
+        # its older name, where transformers has no other
+        enable = getattr(
+            model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+        )
+        enable()
     if backend is None:
         return
     cxx = os.environ.get("CXX", "g++")

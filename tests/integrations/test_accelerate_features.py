@@ -92,7 +92,8 @@ def train(rank, preset, changes=None, **options):
     )
     model = llama()
     if o.recompute == "model":
-        model.activation_checkpointing_enable()
+        older = model.gradient_checkpointing_enable
+        getattr(model, "activation_checkpointing_enable", older)()
     for layer in model.model.layers[layers]:
         layer.compile(backend="eager")
     config = fsdp_demo.preset(preset, **(changes or {}))
