@@ -5,7 +5,6 @@ processes.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 
 pytest.importorskip("lightning.pytorch", reason="pip install -e '.[lightning]'")
 
-from ..launch.rehearsals import ON_LINUX, command, lines_until, processes_of  # noqa: E402
+from ..launch.rehearsals import ON_LINUX, command, killed_back_and_stopped  # noqa: E402
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "lightning_script.py")
 AGREE = "islands agree, bit for bit"
@@ -70,19 +69,7 @@ def test_lightning_unedited_killed_stopped_resumed(run_id: str, tmp_path: Path) 
     words = ["--procs", "1", "--launcher", "command", *EXCHANGE]
     of_script = ["--", sys.executable, SCRIPT, "--until", str(until), "--max_steps", "100000"]
     process = rehearse(tmp_path, run_id, *words, "--restarts", "1", *of_script)
-    lines_until(process, "from step 0", 2)
-    (rank,) = [
-        pid
-        for pid in processes_of(run_id)
-        if b"ISLAND_RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()
-        and Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1] == SCRIPT.encode()
-    ]
-    os.kill(rank, signal.SIGKILL)
-    lines = lines_until(process, "island1 goes on from step", 1)
-    assert any("ended with status 137; restart 1 of 1" in line for line in lines)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=100)
-    assert process.returncode == 75, output
+    killed_back_and_stopped(process, run_id, SCRIPT)
     until.touch()
     process = rehearse(tmp_path, run_id, *words, "--resume", "auto", *of_script)
     output, _ = process.communicate(timeout=200)

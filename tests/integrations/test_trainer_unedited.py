@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,11 @@ from transformers import Trainer, TrainerCallback
 from fsdp_demo import Topology
 from fsdp_demo.integrations.trainer import ExchangeCallback, unedited
 
-from ..launch.rehearsals import ON_LINUX, command, lines_until, processes_of
+from ..launch.rehearsals import (
+    ON_LINUX,
+    command,
+    killed_back_and_stopped,
+)
 from ..support import trainer_script as script
 from ..support import unedited_script
 
@@ -206,19 +209,7 @@ def test_trainer_unedited_killed_stopped_resumed(run_id: str, tmp_path: Path) ->
     of_script = ["--", sys.executable, SCRIPT, "--until", str(until), "--save_steps", "5"]
     of_script += ["--max_steps", "100000"]
     process = rehearse(tmp_path, run_id, *words, "--restarts", "1", *of_script)
-    lines_until(process, "from step 0", 2)
-    (rank,) = [
-        pid
-        for pid in processes_of(run_id)
-        if b"ISLAND_RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()
-        and Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1] == SCRIPT.encode()
-    ]
-    os.kill(rank, signal.SIGKILL)
-    lines = lines_until(process, "island1 goes on from step", 1)
-    assert any("ended with status 137; restart 1 of 1" in line for line in lines)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=100)
-    assert process.returncode == 75, output
+    killed_back_and_stopped(process, run_id, SCRIPT)
     until.touch()
     process = rehearse(tmp_path, run_id, *words, "--resume", "auto", *of_script)
     output, _ = process.communicate(timeout=200)

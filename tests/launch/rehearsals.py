@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,3 +88,23 @@ def lines_until(process: subprocess.Popen[str], text: str, times: int) -> list[s
         assert line, "ended too early:\n" + "".join(lines)
         lines.append(line)
     return lines
+
+
+def killed_back_and_stopped(process: Any, run_id: str, script: str) -> None:
+    """The rank of island 1 of a rehearsal with one restart is killed, and comes back. Then all are
+    told to end, and have saved.
+    """
+    lines_until(process, "from step 0", 2)
+    (rank,) = [
+        pid
+        for pid in processes_of(run_id)
+        if b"ISLAND_RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()
+        and Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1] == script.encode()
+    ]
+    os.kill(rank, signal.SIGKILL)
+    lines = lines_until(process, "island1 goes on from step", 1)
+    assert any("ended with status 137; restart 1 of 1" in line for line in lines)
+    time.sleep(2.0)  # who is told to end while it attaches has no checkpoint to save: 143
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 75, output
