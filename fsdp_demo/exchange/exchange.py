@@ -243,9 +243,10 @@ class Exchange(Readings):
         self, tokens: int = 0, loss: float | Tensor | None = None, weight: Any = None
     ) -> None:
         """Report this rank's tokens since the last call, for logs and the island's weight, and its
-        loss. `weight`, a number, weighs in their place: labels, where tokens have none. The next
-        message has the mean of the losses since the last one, without NaN; tensors are read only
-        then."""
+        loss, before the optimizer's step that they belong to: a resume takes a step that was cut
+        off again, and counts its tokens then. `weight`, a number, weighs in their place: labels,
+        where tokens have none. The next message has the mean of the losses since the last one,
+        without NaN; tensors are read only then."""
         self._runtime.status.add(tokens, loss, weight)
 
     def watch_gradients(self) -> None:

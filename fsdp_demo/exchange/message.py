@@ -246,6 +246,9 @@ class LocalStatus:
         self._losses: list[Tensor] = []  # noted since the last message
         self._wanted = self._sent = self._together = False
         self._wanted_at = math.inf
+        self._step_open = False
+        # as of the end of the last step: tokens, counted, everywhere, number of losses
+        self._at_step_end: tuple[int, Any, int, int] = (0, 0, 0, 0)
 
     def add(self, tokens: int, loss: float | Tensor | None, weight: Any) -> None:
         """Count tokens, and what weighs (None: them); keep a loss for the next header, unread."""
@@ -274,6 +277,15 @@ class LocalStatus:
     def stopping_for(self) -> float:
         """Seconds since a stop was first asked for; 0 where none was."""
         return max(time.monotonic() - self._wanted_at, 0.0)
+
+    def open_step(self) -> None:
+        """Until the end of this step `state` leaves out what was counted since the last one."""
+        self._step_open = True
+
+    def end_step(self) -> None:
+        """Note that the step under way was taken."""
+        self._step_open = False
+        self._at_step_end = (self.tokens, self.counted, self.everywhere, len(self._losses))
 
     def begin(self) -> None:
         """Begin a step: only stops requested before it are sent with its message."""
@@ -339,18 +351,28 @@ class LocalStatus:
         self._weighed = {}
         self.bad = self.run = 0.0
         self._losses.clear()
+        self.end_step()
 
     def state(self) -> dict[str, Any]:
-        """The fields of an `ExchangeState` that come from here, for `load`."""
-        counts, losses = [int(self.counted), self.everywhere], [float(v) for v in self._losses]
-        weighed = dict(self._weighed)
-        return {"tokens": self.tokens, "weighed": weighed, "counts": counts, "losses": losses}
+        """The fields of an `ExchangeState` that come from here, for `load`. Of a step that was cut
+        off none is counted: a resume takes it again, with its batches, and counts them then.
+        """
+        if not self._step_open:
+            self.end_step()
+        tokens, counted, everywhere, losses = self._at_step_end
+        return {
+            "tokens": tokens,
+            "weighed": dict(self._weighed),
+            "counts": [int(counted), everywhere],
+            "losses": [float(v) for v in self._losses[:losses]],
+        }
 
     def load(self, saved: ExchangeState, device: torch.device) -> None:
         """Restore `state()`."""
         self.tokens, self._weighed, self._open = saved.tokens, dict(saved.weighed), 0
         self.counted, self.settled = saved.counts
         self._losses = [torch.tensor(v, device=device, dtype=torch.float32) for v in saved.losses]
+        self.end_step()
 
 
 def mean_rate(host: TrainingHost) -> float | Tensor:

@@ -231,6 +231,7 @@ class StepRuntime:
                 "gradients were exchanged, and are not sent twice. End this island, and resume "
                 f"from a checkpoint{see('step-failed')}"
             )
+        self.status.open_step()
         with torch.no_grad():
             self._phases.before_step()
         self.stepped = True
@@ -292,6 +293,7 @@ class StepRuntime:
                     self.exchange(mine, due, step)
         finally:  # the local step was taken, whatever became of the exchange
             self.step += 1
+            self.status.end_step()
         for c in self.channels:
             c.enter(self.step)
         now = time.monotonic()

@@ -81,7 +81,8 @@ def lost(config: Any, steps: int, until: int) -> list[Any]:
 @in_ranks(1, 1)
 def test_resume_beside_fresh_island(me: Any, name) -> None:
     """Survivors go on with a fresh island. Of three islands one dies; two resume from what they
-    saved, the third starts anew: right step, equal parameters.
+    saved, the third starts anew: right step, equal parameters. A step that the loss cut off is
+    taken again, and its tokens are counted once.
     """
     config = RESUMED[name]
     saved = lost(config, 6, 20)
@@ -94,6 +95,8 @@ def test_resume_beside_fresh_island(me: Any, name) -> None:
             small.train(t + 1)
             equal.append(small.exchange.digests_equal())
         small.exchange.finish()
+        assert small.exchange.totals()["global_tokens"] == 30 * small.exchange.step
+        assert small.exchange.tokens == 10 * (small.exchange.step - (start if i == 2 else 0))
         return start, equal, [p.detach() for p in small.params]
 
     results = values(threaded.islands(second, 3))

@@ -26,7 +26,7 @@ RESUMED = {
 
 class Small:
     """A model of two tensors, its optimizer and exchange; gradients depend on island and step
-    only.
+    only. Ten tokens are reported before each step.
     """
 
     def __init__(self, topology: Any, config: ExchangeConfig, seed: int = 0, saved: Any = None):
@@ -51,6 +51,7 @@ class Small:
             for k, p in enumerate(self.params):
                 key = 1000 * self.exchange.step + 10 * self.island + k
                 p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(key))
+            self.exchange.report(tokens=10)
             self.optimizer.step()
 
     def save(self) -> Any:
