@@ -102,8 +102,8 @@ def agree_on_norms(queue: InFlightQueue, donor: int) -> None:
 def agree(runtime: StepRuntime, donor: int) -> None:
     """Agree on the messages under way when the states were saved. Those that not all islands have
     received are sent once more (`InFlightQueue.send_again`); if an island lacks one that it should
-    have sent, all are dropped. All islands get the donor's history and one last exchange, and one
-    without a count of tokens that of the donor.
+    have sent, all are dropped. All islands get the donor's history and, but for what is sent once
+    more, one last exchange; one without a count of tokens gets that of the donor.
 
     Islands may stand at unlike steps between the same exchanges: one that is behind sends its part
     when it comes to the step.
@@ -126,12 +126,16 @@ def agree(runtime: StepRuntime, donor: int) -> None:
         status.settled = int(tokens)
     if dropped:
         _drop(queue, apart=island.any(len({each["step"] for each in everyone}) > 1))
-    own = [queue.last[c.channel.name] for c in queue.channels]
+    names = [c.channel.name for c in queue.channels]
+    own = [queue.last[name] for name in names]
     rows = [own] if peers is None else gather_json(peers, own)
     common = island.max(*(-min(v) for v in zip(*rows, strict=True)))  # the least of all ranks
+    unsent = [flight for flight, wanted in zip(queue.flights, repeat, strict=False) if wanted]
+    # who is behind comes to the steps of these, also to the end of the run, and sends its part then
+    sent = {name for flight in unsent for name in flight.parts}
     queue.agree_on(
-        {c.channel.name: -int(v) for c, v in zip(queue.channels, common, strict=True)},
-        [flight for flight, wanted in zip(queue.flights, repeat, strict=False) if wanted],
+        {n: queue.last[n] if n in sent else -int(v) for n, v in zip(names, common, strict=True)},
+        unsent,
     )
 
 

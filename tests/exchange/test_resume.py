@@ -126,6 +126,42 @@ def test_resume_finish_repeats_failed_exchange(me: Any) -> None:
     assert not same(saved[0][0], saved[1][0])
 
 
+@pytest.mark.parametrize("period", [500, 12])
+@pytest.mark.parametrize("name", ["local_sgd", "desloc", "diloco", "muloco"])
+def test_resume_unlike_steps_to_the_end(name: str, period: int) -> None:
+    """An island that was cut off in its last exchange, in the step that ends a period or in
+    `finish`, goes on with one that stopped many steps before: to the bits of a run that was never
+    interrupted.
+    """
+    config = preset(name, period=period, inner_optimizers="as_is")
+
+    def first(i: int, topology: Any) -> Any:
+        small = Small(topology, config)
+        small.train(4)
+        if i:
+            with pytest.raises(PeerLost):
+                small.train(12)
+                small.exchange.finish()
+        saved = small.save()
+        small.exchange.detach()
+        return saved
+
+    saved = values(threaded.islands(first, timeout=4))
+    assert [one[2]["step"] for one in saved] == [4, 12]
+
+    def second(i: int, topology: Any, saved: Any = saved) -> Any:
+        small = Small(topology, config, saved=saved[i])
+        small.train(12)
+        small.exchange.finish(close=False)
+        assert small.exchange.digests_equal()
+        small.exchange.finish()
+        return [p.detach() for p in small.params]
+
+    ends = values(threaded.islands(second))
+    whole = values(threaded.islands(lambda i, topology: second(i, topology, (None, None))))
+    assert same(ends, whole)
+
+
 @in_ranks(1, 1)
 def test_resume_takes_over_from_furthest(me: Any) -> None:
     """An island that saved earlier takes over the state of the one that is furthest."""

@@ -140,21 +140,23 @@ def test_trainer_stop_of_one_island_stops_all(me, event, preset, stops):
     return script.parameters(trained)
 
 
-@pytest.mark.parametrize("preset, changes, fsdp, slow", [
-    ("diloco", {"period": 4}, False, False),
-    ("diloco", {"period": 50}, False, True),  # no exchange near
-    ("demo", {}, True, False),
-    ("decoupled_momentum", {"period": 4}, True, False),
+@pytest.mark.parametrize("preset, changes, fsdp, slow, at", [
+    ("diloco", {"period": 4}, False, False, (4, 4)),
+    ("diloco", {"period": 50}, False, True, (4, 4)),  # no exchange near
+    ("demo", {}, True, False, (4, 4)),
+    ("decoupled_momentum", {"period": 4}, True, False, (4, 4)),
+    # island 1 stops in an exchange that island 0 does not come to any more
+    ("decoupled_momentum", {"period": 4}, False, False, (4, 7)),
     # stops with fragments under way
-    ("streaming_diloco", {"period": 4, "delay": 2}, False, False),
+    ("streaming_diloco", {"period": 4, "delay": 2}, False, False, (4, 4)),
 ])  # fmt: skip
-def test_trainer_sigterm_saves_and_resumes(run_ranks, preset, changes, fsdp, slow):
+def test_trainer_sigterm_saves_and_resumes(run_ranks, preset, changes, fsdp, slow, at):
     """All islands are told to end: each saves after its own step and ends with status 75, and what
     was cut off in between is made up for.
     """
 
     def run(me):
-        sigterm_saves_and_resumes(me, preset, changes, slow, fsdp=fsdp)
+        sigterm_saves_and_resumes(me, preset, changes, slow, at, fsdp=fsdp)
 
     run_ranks(run, islands=2, procs=1 + fsdp, timeout=120)
 

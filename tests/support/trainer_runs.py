@@ -61,14 +61,19 @@ class Term(TrainerCallback):
 
 
 def sigterm_saves_and_resumes(
-    me: Any, preset: str, changes: dict[str, Any], slow: bool = False, **how: Any
+    me: Any,
+    preset: str,
+    changes: dict[str, Any],
+    slow: bool = False,
+    at: tuple[int, int] = (4, 4),
+    **how: Any,
 ) -> int:
-    """Twelve steps; the same where one rank of each island is told to end in step 4, and with what
-    is resumed from there. The step that was saved.
+    """Twelve steps; the same where one rank of each island is told to end in step `at`, and with
+    what is resumed from there. The step that was saved.
     """
     plan = {"max_steps": 12, "eval_strategy": "no", "save_steps": 100, "logging_steps": 1, **how}
     out = []
-    told = Term(4 if me.proc == 0 else -1, slow)
+    told = Term(at[me.island] if me.proc == 0 else -1, slow)
     for where, callbacks, resume in (("whole", [], None), ("cut", [told], None), ("cut", [], True)):
         os.environ["ISLAND_RUN"] += f"-{where}-{resume}"
         line = script.one_line(preset, **changes)

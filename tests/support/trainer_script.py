@@ -26,11 +26,13 @@ from transformers import (
 )
 
 import fsdp_demo
+from fsdp_demo import PeerLost
 from fsdp_demo.checkpoint.folders import found, misfits
 from fsdp_demo.integrations.accelerate import allow_fsdp_on_cpu
 from fsdp_demo.integrations.data import split_dataset_by_island
 from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer
 from fsdp_demo.integrations.trainer.setup import has_own_optimizer
+from fsdp_demo.status import status_of
 
 WORDS = (
     "the of and to in a is that for it with as was on be by this are from at or an have not".split()
@@ -192,11 +194,16 @@ def stop(args, state, control, **_):
 
 
 def ended(made, resume=None):
-    """Train; the status with which training ends the process, None where it does not."""
+    """Train; the status with which training ends the process, None where it does not. A rank that
+    was told to end ends without an error; its siblings may learn of it as of a lost peer.
+    """
     try:
         made.train(resume_from_checkpoint=resume)
     except SystemExit as end:
         return end.code
+    except PeerLost as error:
+        assert not exchange_of(made).stop_requested
+        return status_of(error)
     return None
 
 

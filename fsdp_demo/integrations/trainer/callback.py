@@ -221,7 +221,8 @@ class ExchangeCallback(TrainerCallback):
 
     def _lost(self, trainer: Trainer, error: PeerLost | WireError) -> None:
         """Save where this island stands after `error`, which ends the training, and tell its
-        launcher. Before the first step there is nothing to be saved.
+        launcher. Before the first step there is nothing to be saved. Raises SystemExit: this rank
+        was told to end, so the end is no error.
         """
         self._warn(f"{error}")
         if self.exchange is not None:
@@ -229,6 +230,8 @@ class ExchangeCallback(TrainerCallback):
         self._stops.unsaved = False
         if self._session is not None:
             self._session.save_lost()
+        if self._stops.told and not isinstance(error, Mismatch):
+            self._stops.leave(trainer.args.process_index)
         self._warn(self._to_resume(DECIDE if isinstance(error, Mismatch) else SAVED))
         if isinstance(error, PeerLost):
             error.unsaved = self._stops.unsaved
