@@ -15,7 +15,7 @@ import logging
 import random
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from ..hosts.base import plain_name
 from ..hosts.torch_params import unwrap, unwrap_model
 from .exchange_state import SavedExchange, describe_part, load_exchange
 from .files import copied, read_part, refuse_not_finite, write_part
+from .loader_place import LoaderPlace
 from .manager import CheckpointManager
 from .sharded_state import (
     load_tensors,
@@ -43,6 +44,9 @@ log = logging.getLogger("fsdp_demo")
 
 COUNTERS = "optimizer_groups"
 """In what a loop keeps: the numbers that optimizers have moved in their groups."""
+
+LOADER = "loader"
+"""In what a loop keeps: the place in the data, of `RunState.batches`."""
 
 
 class RunState:
@@ -89,6 +93,8 @@ class RunState:
         self.saved: SavedExchange | None = None
         self.extra: dict[str, Any] = {}
         self._random: dict[str, Any] | None = None
+        self._place: LoaderPlace | None = None
+        self._place_there: dict[str, Any] | None = None  # as it was saved
         if checkpoints.group is None:  # an island of one process is no mistake
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
@@ -137,7 +143,8 @@ class RunState:
         folder = saves.path(step)
         head = None if step < 0 else moments_in(folder, saves.topology, saves.ranks)
         if head is not None:
-            self._load_model(folder, head["optimizers"], saves.topology.rank, True)
+            loop = self._load_model(folder, head["optimizers"], saves.topology.rank, True)
+            self._place_there = loop.get(LOADER)
 
     def restore_random(self) -> None:
         """Put the random states back as they were when the checkpoint was made, where they are this
@@ -151,6 +158,24 @@ class RunState:
         if states is not None:
             set_random_states(states)
 
+    def batches(self, loader: Any, exchange: Exchange) -> Iterator[Any]:
+        """Batches of a loader without end, epoch after epoch, from the place that the last life of
+        this rank has saved; every `save` keeps that place from here on. Random states come back
+        as by `restore_random`, before the first batch.
+
+        An island that joins a run under way goes on behind the rows of its own newest checkpoint,
+        at whatever step the others are: after a stop no row comes twice, and none is left out.
+
+        Args:
+            loader: with `state_dict` and `load_state_dict`, such as torchdata's
+                `StatefulDataLoader`. Take from it what a step needs, no more, before that step.
+
+        Raises:
+            TypeError: the loader has no such methods. ValueError: it gives no batch.
+        """
+        self._place = LoaderPlace(loader, exchange, self._place_there, self.restore_random)
+        return iter(self._place)
+
     def _load(self, folder: Path, fresh: bool) -> None:
         """Load a checkpoint of this replica."""
         topology = self.checkpoints.topology
@@ -161,8 +186,14 @@ class RunState:
         self.same = (head["islands"], head["island"], head["world"]) == mine
         rank = topology.rank if self.same else 0
         self.extra = self._load_model(folder, head["optimizers"], rank, fresh)
-        drawn = self.extra.pop("random")
-        self._random = drawn if self.same else None
+        drawn, place = self.extra.pop("random"), self.extra.pop(LOADER, None)
+        self._random, self._place_there = (drawn, place) if self.same else (None, None)
+        if place and not self.same and topology.rank == 0:
+            log.warning(
+                "%s: the place in the data is that of other islands or ranks, whose parts of the "
+                "data are no more: the loader begins anew, and rows come again",
+                topology.name,
+            )
 
     def _load_model(
         self, folder: Path, kinds: Sequence[str], rank: int, weights_suffice: bool
@@ -238,6 +269,8 @@ class RunState:
             loop: Any = {**extra(), "random": random_states()}
             if counters := self._counters():
                 loop[COUNTERS] = counters
+            if self._place is not None:
+                loop[LOADER] = self._place.state()
             if not wait:
                 state, loop = copied(state), copied(loop)
             return live, describe_part(exchange), state, loop

@@ -62,8 +62,10 @@ def speak(topology: Topology) -> None:
 
 def hush() -> None:
     """Undo `speak`."""
-    for voice in [h for h in log.handlers if isinstance(h, Voice)]:
-        log.removeHandler(voice)
+    voices = [h for h in log.handlers if isinstance(h, Voice)]
+    # a new list: a record that is on its way along the old one reaches the others, too
+    log.handlers = [h for h in log.handlers if h not in voices]
+    for voice in voices:
         if voice.given == log.level:
             log.setLevel(logging.NOTSET)
 

@@ -21,6 +21,7 @@ from fsdp_demo.exchange.summary import odd_ends, total_steps
 from fsdp_demo.rendezvous import environment
 
 from ..support import threaded
+from ..support.heard import heard
 from ..support.two_layers import train
 
 ROOT, LOG = logging.getLogger(), logging.getLogger("fsdp_demo")
@@ -99,6 +100,15 @@ def test_log_script_with_logging(capfd) -> None:
         ROOT.addHandler(logging.NullHandler())  # after attach: the voice gives way
         snippet(steps=0)
         assert not said(capfd) and LOG.level == logging.NOTSET and not LOG.handlers
+
+
+def test_log_first_record_of_later_handler(capfd) -> None:
+    """A handler that a script adds later gets the record at which the voice gives way, too."""
+    with silence():
+        summary.speak(fsdp_demo.Topology("single", name="west"))
+        lines = heard(logging.WARNING)
+        LOG.warning("west: of all")
+        assert lines == ["west: of all"] and not said(capfd)
 
 
 def test_log_level_kept_other_ranks_warn(capfd) -> None:
