@@ -47,15 +47,16 @@ class LoaderPlace:
         return self._kept if self._exchange.step == self._step else self._now()
 
     def __iter__(self) -> Iterator[Any]:
-        loader, empty = self._loader, 0
+        loader, empty, shuffled = self._loader, 0, self._loader
+        if not hasattr(loader, "set_epoch"):
+            shuffled = getattr(loader, "sampler", None)
         if self._kept["loader"] is None:
             self._begun()
         else:
             loader.load_state_dict(self._kept["loader"])
         while True:
-            sampler = loader if hasattr(loader, "set_epoch") else getattr(loader, "sampler", None)
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(self._epoch)
+            if hasattr(shuffled, "set_epoch"):
+                shuffled.set_epoch(self._epoch)
             batches, empty = iter(loader), empty + 1  # which draws a number
             self._begun()
             for batch in batches:
