@@ -333,6 +333,8 @@ def test_auto_rounds_its_measurements() -> None:
         assert coarse(value) == pytest.approx(value)
         assert coarse(1.1 * value) == coarse(0.92 * value)
     assert coarse(9.9e7) == 1e8 and coarse(0.0) == 0.0
+    # by ratio: 1.23 is nearer to 1.5, and 8.4 to 10, than by difference
+    assert [coarse(v) for v in (1.22, 1.23, 8.3, 8.4)] == [1.0, 1.5, 7.0, 10.0]
     # as a person writes it
     assert str(Link(coarse(6.1e4), coarse(0.304))) == "70kbit,300ms"
 

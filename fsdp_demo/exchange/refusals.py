@@ -14,7 +14,7 @@ import torch
 
 from ..channels.channel import ChannelRunner
 from ..config.schema import ExchangeConfig
-from ..errors import Mismatch, first_few, see
+from ..errors import Mismatch, counted, first_few, see
 from ..hosts.base import TrainingHost
 from ..rendezvous.island import IslandGroup
 from .rewritten import sums
@@ -46,9 +46,17 @@ class Copies:
         self.pending = several and host.device.type != "meta"
 
     def check(self) -> None:
-        """Compare the parameters. Raises ValueError: on all ranks, with two of them and the first
-        tensor that differs.
+        """Compare the parameters. Raises ValueError: on all ranks, with two of them and how many
+        parameters each has, or the first tensor that differs.
         """
+        groups = [group for o in self._host.optimizers for group in o.param_groups]
+        held = self._island.everyone(sum(len(group["params"]) for group in groups))
+        if odd := [rank for rank, number in enumerate(held) if number != held[0]]:
+            raise ValueError(
+                f"rank 0 of this island attaches {counted(held[0], 'parameter')}, rank {odd[0]} "
+                f"{held[odd[0]]:,}: build the same model and optimizer on all ranks, then attach"
+                f"{see('copies-differ')}"
+            )
         if self.pending and (found := self._unlike("parameter")):
             raise ValueError(found)
 

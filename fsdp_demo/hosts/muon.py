@@ -56,8 +56,6 @@ class MuonAdamW(torch.optim.Optimizer):
         ['ShardedMuon', 'AdamW']
     """
 
-    parts: list[torch.optim.Optimizer]
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -88,26 +86,21 @@ class MuonAdamW(torch.optim.Optimizer):
             parts.append(torch.optim.AdamW(rest, lr=rate, betas=betas, weight_decay=weight_decay))
         self._counts = [len(part.param_groups) for part in parts]
         super().__init__([group for part in parts for group in part.param_groups], {})
-        self.parts = parts
-        self._share()
+        self._parts = parts
 
-    def _share(self) -> None:
-        """Let the parts work on this optimizer's own groups and state: there is one of each."""
+    @property
+    def parts(self) -> list[torch.optim.Optimizer]:
+        """The parts, on this optimizer's groups and state as they are now: there is one of each."""
         at = 0
-        for part, count in zip(self.parts, self._counts, strict=True):
+        for part, count in zip(self._parts, self._counts, strict=True):
             part.param_groups, part.state = self.param_groups[at : at + count], self.state
             at += count
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if "parts" in self.__dict__:
-            self._share()
+        return self._parts
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float | Tensor] | None = None) -> Any:
         """One step of both parts; returns the closure's loss, if there is one."""
         loss = evaluated(closure)
-        self._share()
         for part in self.parts:
             part.step()
         return loss

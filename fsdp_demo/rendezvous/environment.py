@@ -88,7 +88,10 @@ def least(env: Mapping[str, str], count: int) -> int:
     """ISLAND_MIN, 0 where it is not set."""
     value = whole(env, "ISLAND_MIN", 0)
     if env.get("ISLAND_MIN", "").strip() and not 1 <= value <= count:
-        raise ValueError(f"ISLAND_MIN={value} must be a whole number, 1 to ISLAND_COUNT ({count})")
+        raise ValueError(
+            f"ISLAND_MIN={value} with ISLAND_COUNT={count}: allowed are 1 to ISLAND_COUNT; "
+            "unset it to wait for all islands at the start"
+        )
     return value
 
 

@@ -1,9 +1,14 @@
 """Questions between islands: `Exchange.across_islands`."""
 
+import math
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 import fsdp_demo
+from fsdp_demo.exchange.consensus import IslandConsensus
 
 
 @pytest.mark.parametrize("procs", [[1, 1, 1], [2, 1]], ids=["three", "uneven"])
@@ -40,3 +45,15 @@ def test_across_islands_questions(run_ranks, procs):
     for means, lost, *answers in out:
         assert means == [mean, 10 * mean] and lost[0] != lost[0] and lost[1] == 2.0
         assert answers == [True, False, False, True, True]
+
+
+@pytest.mark.parametrize("lost", [math.nan, math.inf])
+@pytest.mark.parametrize("at", [0, 1])
+def test_across_islands_mean_lost_on_any_shard(lost: float, at: int) -> None:
+    """A mean that is not finite on any shard of the island is NaN, and else the largest counts."""
+    shards = [[1.0, 2.0], [1.0, 3.0]]
+    shards[at][0] = lost
+    queue: Any = SimpleNamespace(ask=lambda question: [[1.0, 2.0]])
+    island: Any = SimpleNamespace(any=bool, everyone=lambda means: shards)
+    first, second = IslandConsensus(queue, island, lambda: 1).mean([1.0, 2.0])
+    assert math.isnan(first) and second == 3.0

@@ -13,6 +13,7 @@ from fsdp_demo import Mismatch
 from fsdp_demo.exchange import refusals
 
 from ..support.inside import in_ranks
+from ..support.refused import refusal
 from ..support.two_layers import train
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -61,6 +62,19 @@ def test_copies_of_odd_mesh_refused(mesh: str) -> None:
     said = "hold the same shard, but their parameters.*init_device_mesh"
     with pytest.raises(ValueError, match=said):
         fsdp_demo.attach(sgd(model), "demo", model=model)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@in_ranks(1, 3)
+def test_copies_of_unlike_models_refused(me: Any, sharded: bool) -> None:
+    """Ranks that attach unlike numbers of parameters are refused on all ranks, with the numbers."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2 + me.rank // 2)))
+    if sharded:  # but for the layer that the others lack
+        torch.distributed.fsdp.fully_shard(model[0])
+        torch.distributed.fsdp.fully_shard(model[1])
+    said = "rank 0 of this island attaches 4 parameters, rank 2 6: build the same model"
+    refusal(lambda: fsdp_demo.attach(sgd(model), "demo", model=model), said)
 
 
 def test_copies_under_ddp_accepted(run_ranks: Callable[..., Any]) -> None:

@@ -8,6 +8,7 @@ import copy
 import io
 import math
 import os
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -100,6 +101,18 @@ def test_muon_adamw_state_dict_reads_back() -> None:
     for model, o in ((a, one), (b, again)):
         step(o, loss(model, 3))
     assert equal(whole(a), whole(b))
+
+
+def test_muon_adamw_replaced_state_is_forgotten() -> None:
+    """A script that gives the optimizer an empty state goes on as with a new optimizer."""
+    a, b = Tiny(), Tiny()
+    used = MuonAdamW(a.named_parameters(), lr=0.02)
+    step([used], loss(a, 0))
+    b.load_state_dict(a.state_dict())
+    used.state = defaultdict(dict)
+    for model, o in ((a, used), (b, MuonAdamW(b.named_parameters(), lr=0.02))):
+        step([o], loss(model, 1))
+    assert equal(whole(a), whole(b)) and len(used.state) == len(list(a.parameters()))
 
 
 def test_muon_adamw_arguments() -> None:

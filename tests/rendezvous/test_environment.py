@@ -112,6 +112,7 @@ ENDPOINTS = ("host", ":29500", "host:", "host:http", "host:99999", "host:0", "::
     ({"SLOTS": "4", "RANK": "4"}, "ISLAND_RANK=4 with ISLAND_SLOTS=4: allowed is 0 <= ISLAND_RANK"),
     ({"SLOTS": "2.5"}, "ISLAND_SLOTS='2.5' must be a whole number"),
     ({"COUNT": "", "SLOTS": "2"}, "ISLAND_SLOTS=2 without ISLAND_COUNT"),
+    *(({"MIN": n}, f"ISLAND_MIN={n} with ISLAND_COUNT=2: allowed are 1 to") for n in ("0", "3")),
     ({"ENDPOINT": ""}, "ISLAND_ENDPOINT is not set, but ISLAND_COUNT=2: it must be host:port"),
     *(({"ENDPOINT": t}, f"ISLAND_ENDPOINT='{t}'") for t in ENDPOINTS),
     *(({name: t}, f"ISLAND_{name}='{t}' must be a number of seconds, ") for name, t in SECONDS),
