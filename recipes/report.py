@@ -216,6 +216,7 @@ class Report:
             init_kwargs={
                 "wandb": {"name": run, "group": self.output.name},
                 "trackio": {"name": run},
+                "mlflow": {"run_name": run},
             },
         )
         self.tracks = True

@@ -46,9 +46,12 @@ def test_export_damaged_index_named(tmp_path, text):
         read_model(tmp_path)
 
 
-def test_export_adapter_refused(tmp_path):
-    """An adapter is refused: it is not a whole model."""
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_export_adapter_refused(tmp_path, fsdp):
+    """An adapter is refused: it is not a whole model. FSDP's file beside it is none, either."""
     save_file({"lora_A": torch.ones(2)}, tmp_path / "adapter_model.safetensors")
+    if fsdp:
+        torch.save({"lora_A.default": torch.ones(2)}, tmp_path / "pytorch_model_fsdp.bin")
     with pytest.raises(
         ValueError, match=r"holds an adapter of peft.*PeftModel.from_pretrained\(BASE, "
     ):

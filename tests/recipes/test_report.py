@@ -172,6 +172,19 @@ def test_report_peak_is_known_by_name_or_given(monkeypatch):
     assert report.peak_flops(torch.device("cpu")) is None
 
 
+def test_report_trackers_name_islands(tmp_path):
+    """Each tracker gets a name of the run that holds run and island; TensorBoard gets a folder."""
+    told: dict[str, Any] = {}
+    ranks = Ranks(1)
+    ranks.project_configuration = SimpleNamespace(logging_dir=None)
+    ranks.init_trackers = lambda project, **more: told.update(more["init_kwargs"])
+    how = {"steps": 1, "log_every": 1, "parameters": PARAMETERS, "facts": {}}
+    report.Report(ranks, Exchange(2, 1, 0), tmp_path / "run1", **how).track()
+    names = {tracker: given.get("run_name", given.get("name")) for tracker, given in told.items()}
+    assert names == dict.fromkeys(("wandb", "trackio", "mlflow"), "run1-island0")
+    assert ranks.project_configuration.logging_dir == str(tmp_path / "run1" / "island0")
+
+
 def test_report_full_bytes_is_a_ring_all_reduce():
     """`full_bytes` counts a ring all-reduce of gradients in bf16."""
     # (R - 1) / R of the buffer twice, 2 bytes each

@@ -39,6 +39,14 @@ def read_model(folder: Path) -> dict[str, Tensor]:
         found = {name: t for file in _indexed(index) for name, t in load_file(file).items()}
     elif single.is_file():
         found = load_file(single)
+    elif (folder / ADAPTER).is_file():
+        raise ValueError(
+            f"{folder} holds an adapter of peft ({ADAPTER}), not a whole model: load it as it "
+            f"is, PeftModel.from_pretrained(BASE, {str(folder)!r}), where BASE is the model "
+            "named in its adapter_config.json; with diloco and other presets that have an "
+            "anchor take a step right after an exchange, or trainer.save_model() at the end "
+            "of the run"
+        )
     elif (folder / FULL).is_file():
         found = torch.load(folder / FULL, map_location="cpu", weights_only=True)
     elif any((folder / "model").glob("*.safetensors")):
@@ -46,14 +54,6 @@ def read_model(folder: Path) -> dict[str, Tensor]:
 
         found = _read_distributed(HuggingFaceStorageReader(str(folder / "model")))
     else:
-        if (folder / ADAPTER).is_file():
-            raise ValueError(
-                f"{folder} holds an adapter of peft ({ADAPTER}), not a whole model: load it as it "
-                f"is, PeftModel.from_pretrained(BASE, {str(folder)!r}), where BASE is the model "
-                "named in its adapter_config.json; with diloco and other presets that have an "
-                "anchor take a step right after an exchange, or trainer.save_model() at the end "
-                "of the run"
-            )
         metadata = sorted(folder.glob(f"*/{SHARDED}"), key=lambda path: "optim" in path.parent.name)
         if not metadata:
             raise ValueError(

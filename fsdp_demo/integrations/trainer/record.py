@@ -35,7 +35,9 @@ class TrainerRecord:
         self._exchange, self._trainer = exchange, trainer
         topology, args, state = exchange.topology, trainer.args, trainer.state
         model: Any = trainer.model
-        self._parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+        counts = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+        self._parameters = sum(count for count, _ in counts)
+        self._trained = sum(count for count, trained in counts if trained)
         # a plain torch module has no config, or one of its own kind
         config = getattr(model, "config", None)
         name = getattr(config, "name_or_path", "") or type(model).__name__
@@ -102,7 +104,7 @@ class TrainerRecord:
             return self._before.get(name, 0) + numbers.get(f"exchange/{here or name}", 0)
 
         tokens = whole("tokens", "global_tokens")
-        step = ring_all_reduce_bytes(self._exchange.topology.count, 2 * self._parameters)
+        step = ring_all_reduce_bytes(self._exchange.topology.count, 2 * self._trained)
         return {
             "tokens": int(tokens),
             "tokens_per_second": tokens / max(self._record.seconds, 1e-9),
