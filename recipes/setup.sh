@@ -157,6 +157,9 @@ rm -f "$stamp" # an interrupted start leaves no stamp and is done again
 make_environment
 get_uv
 install_all
+# uv installs no bytecode: one process compiles what a run imports, or each rank would, and with PYTHONDONTWRITEBYTECODE at every start
+(cd recipes && env -u PYTHONDONTWRITEBYTECODE "../$python" -c "import pretrain, transformers.models.llama.modeling_llama") ||
+    say "pretrain.py could not be imported (above): a run will end with the same error"
 echo "$part $wanted" >"$stamp.part"
 mv "$stamp.part" "$stamp"
 say "ready: $root/.venv"
