@@ -54,6 +54,8 @@ def found(root: Path, manifest: str = MANIFEST) -> list[tuple[int, Path]]:
     """
     out = []
     for path in root.glob(f"*/{manifest}"):
+        if _is_second_name(path.parent):
+            continue
         try:
             named = _NAME.fullmatch(path.parent.name)
             step = int(named[1]) if named else int(read_json(path)["step"])
@@ -66,7 +68,13 @@ def found(root: Path, manifest: str = MANIFEST) -> list[tuple[int, Path]]:
 def unsealed(root: Path, sealed: list[tuple[int, Path]]) -> list[tuple[int, Path]]:
     """Folders with an exchange's parts, but no manifest that says a step (-1 stands for it)."""
     parts = {path.parent for path in root.glob("*/exchange")} - {folder for _, folder in sealed}
-    return [(-1, folder) for folder in sorted(parts) if not is_put_off(folder)]
+    there = (folder for folder in sorted(parts) if not _is_second_name(folder))
+    return [(-1, folder) for folder in there if not is_put_off(folder)]
+
+
+def _is_second_name(folder: Path) -> bool:
+    """Whether it is a link to a folder beside it (`last-checkpoint` of `swift sft`)."""
+    return folder.is_symlink() and folder.resolve().parent == folder.parent.resolve()
 
 
 def clear(folder: Path) -> None:

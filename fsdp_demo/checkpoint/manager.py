@@ -170,7 +170,7 @@ class CheckpointManager:
     def _adopt(self) -> None:
         for half in self.root.glob(f"*/{folders.UNFINISHED}"):
             if (half.parent / MANIFEST).exists():
-                half.unlink()
+                half.unlink(missing_ok=True)  # gone: of a link
             else:
                 folders.remove(half.parent)
         folders.take_back(self.root)

@@ -175,9 +175,10 @@ def stop_signals(told: Callable[[], bool]) -> Iterator[None]:
     signals in the main thread only: in another one this does nothing.
 
     A forked child has these handlers, too. It is no rank: there SIGTERM does what it did before,
-    and the other signals do nothing. A forked worker of torch's loaders does not hear them at all:
+    and the other signals do nothing. A forked worker of torch's loaders hears only its rank:
     torchrun tells the process group of a rank, which cannot go on once a worker has died. Workers
-    end when their rank has ended (torch 2.13, `SubprocessHandler.close`, `_worker_loop`).
+    end when their rank has ended (torch 2.13, `SubprocessHandler.close`, `_worker_loop`), or ends
+    them (`Process.terminate`, for those that it still has at its exit).
     """
     here, before = os.getpid(), dict[int, Any]()
     as_torch_does = signal_handling._set_worker_signal_handlers
@@ -185,6 +186,7 @@ def stop_signals(told: Callable[[], bool]) -> Iterator[None]:
     def in_worker() -> None:
         as_torch_does()
         signal.pthread_sigmask(signal.SIG_BLOCK, before)
+        threading.Thread(target=_hear_rank, args=(os.getppid(),), daemon=True).start()
 
     def handle(number: int, frame: object) -> None:
         if not (told() if os.getpid() == here else number != signal.SIGTERM):
@@ -201,6 +203,15 @@ def stop_signals(told: Callable[[], bool]) -> Iterator[None]:
         signal_handling._set_worker_signal_handlers = as_torch_does
         for number, old in before.items():
             signal.signal(number, old)
+
+
+def _hear_rank(rank: int) -> None:
+    """End this process, a loader's worker that blocks SIGTERM, when `rank`, its parent, sends
+    it.
+    """
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != rank:
+        pass
+    os._exit(0)
 
 
 def _leave(

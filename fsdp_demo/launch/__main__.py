@@ -51,6 +51,7 @@ from .processes import (
     adopt_orphans,
     end_strays,
     path_with_site,
+    shell_status,
     supervise,
     was_told,
 )
@@ -143,7 +144,11 @@ def _run(argv: list[str]) -> int:
 
 
 def _of_ranks(status: int, folder: str) -> int:
-    """The status of an ended island: what ranks have written counts for more than 1 or an abort."""
+    """The status of an ended island: what ranks have written counts for more than 1 or an abort.
+    `sys.exit(-9)` with the return code of a rank (`swift sft`) is status 247, here 137.
+    """
+    if 224 < status < 255:
+        status = shell_status(status - 256)
     if status in (1, 128 + signal.SIGABRT):
         return next((code for code in (DECIDE, SAVED) if was_told(folder, code)), status)
     return status

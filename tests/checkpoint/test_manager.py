@@ -8,7 +8,7 @@ import pytest
 
 import fsdp_demo
 from fsdp_demo.checkpoint import CheckpointManager
-from fsdp_demo.checkpoint.folders import MANIFEST
+from fsdp_demo.checkpoint.folders import MANIFEST, UNFINISHED, found, unsealed
 from fsdp_demo.checkpoint.manager import ResumePoint
 
 from ..support.damage import cut
@@ -50,6 +50,23 @@ def test_save_whole_or_absent(tmp_path):
     kept.verify(kept.path(10))
     with pytest.raises(ValueError, match="a.txt: checksum does not fit"):
         kept.verify(kept.path(20))
+
+
+def test_link_is_no_checkpoint(tmp_path):
+    """A link to a checkpoint beside it (`last-checkpoint` of `swift sft`) is no other one."""
+    kept, link = single(tmp_path), tmp_path / "last-checkpoint"
+    for step in (1, 2, 3):
+        kept.save(step, write())
+        link.unlink(missing_ok=True)
+        link.symlink_to(f"checkpoint-{step}")
+        (kept.path(step) / UNFINISHED).touch()
+        again = single(tmp_path)
+        again.adopt()
+        assert again.whole()[step] == kept.path(step)
+    assert list(kept.whole()) == [2, 3]
+    (kept.path(3) / MANIFEST).unlink()
+    (kept.path(3) / "exchange").mkdir()
+    assert unsealed(tmp_path, found(tmp_path)) == [(-1, kept.path(3))]
 
 
 def test_rotation_keeps_newest(tmp_path):

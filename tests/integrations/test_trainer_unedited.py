@@ -102,6 +102,14 @@ def test_trainer_unedited_refusals(
     assert text in str(refused.value)
 
 
+def test_trainer_unedited_says_how_to_resume() -> None:
+    """The way to resume that a user finds in the log is that of the launcher: there is no script
+    to edit.
+    """
+    words = [kind._resume for kind in (ExchangeCallback, unedited.AddedCallback)]
+    assert words == ["resume_from_checkpoint=True (auto)", "--resume auto beside --exchange"]
+
+
 # ---- two islands --------------------------------------------------------------------------------
 
 

@@ -90,6 +90,38 @@ def test_stop_signals_end_an_island_with_75(tmp_path: Path, act: str) -> None:
     assert "exited unexpectedly" not in output and "; restart" not in output
 
 
+HOLDS = """
+import torch
+from fsdp_demo.exchange.guard import stop_signals
+
+rows = torch.utils.data.DataLoader([1, 2], num_workers=1, persistent_workers=True)
+with stop_signals(lambda: True):
+    held = iter(rows)
+    next(held)
+    print(held._workers[0].pid, flush=True)
+    input()
+    next(held)
+"""
+
+
+@ON_LINUX
+@pytest.mark.timeout(120)
+def test_stop_signals_leave_workers_to_their_rank() -> None:
+    """A loader's worker does not hear SIGTERM of others, but that of its rank: a rank that has
+    workers at its exit, as with persistent_workers, ends.
+    """
+    words = [sys.executable, "-c", HOLDS]
+    rank = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert rank.stdin is not None and rank.stdout is not None
+        worker = int(rank.stdout.readline())
+        os.kill(worker, signal.SIGTERM)
+        rank.communicate("\n", timeout=60)
+    finally:
+        send([*descendants(rank.pid), rank.pid], signal.SIGKILL)
+    assert rank.returncode == 0 and not Path(f"/proc/{worker}").exists()
+
+
 def test_stop_signals_are_checked(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     """SIGTERM is always one; what cannot be handled is refused, at the launch, too."""
     assert stop_signals({}) == [signal.SIGTERM]

@@ -75,6 +75,8 @@ class ExchangeCallback(TrainerCallback):
         100
     """
 
+    _resume = "resume_from_checkpoint=True (auto)"  # what a start again needs, for the log
+
     def __init__(
         self,
         config: ExchangeConfig | str,
@@ -244,8 +246,7 @@ class ExchangeCallback(TrainerCallback):
         if trainer is None or beginning is None or trainer.args.process_index != 0:
             return ""  # it may lack the folder
         last = next(reversed(beginning.manager.whole().values()), "none")
-        command = "the same command, with resume_from_checkpoint=True (auto)"
-        again = start_again(self._topology, command, status)
+        again = start_again(self._topology, f"the same command, with {self._resume}", status)
         return f"the last checkpoint here is {last}; {again}"
 
     def _in_session(

@@ -32,6 +32,8 @@ _folders: set[str] = set()  # of the trainings that this process has begun
 class AddedCallback(ExchangeCallback):
     """The callback that `train` adds. It is called by `train`, so it does not wrap that."""
 
+    _resume = "--resume auto beside --exchange"
+
     def _wrap(self, name: str, around: Callable[..., Any]) -> None:
         if name != "train":
             super()._wrap(name, around)
