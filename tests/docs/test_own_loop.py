@@ -20,7 +20,7 @@ def test_own_loop_saves_the_place_of_the_steps_it_took(run_ranks: Any, tmp_path:
     start after it ends with the model and the average of a run that was not stopped.
     """
     texts = [b.code for b in pages.blocks(PAGE.read_text(encoding="utf-8"))]
-    (loop,) = (text for text in texts if "last=True" in text)
+    (loop,) = (text for text in texts if "last=True" in text and "average" in text)
     told = "optimizer.zero_grad(); exchange.step == 2 and exchange.request_stop()"
     code = loop.replace("tempfile.mkdtemp()", repr(str(tmp_path / "ck")))
     code = code.replace("optimizer.zero_grad()", told)
