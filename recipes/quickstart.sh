@@ -12,7 +12,7 @@ Makes .venv (a second run reuses it), then trains a small Llama on the source te
   --exchange NAME       a preset (.venv/bin/fsdp-demo presets lists them), auto, or a yaml file   (demo)
   --islands N           islands                                                     (2)
   --procs P             processes per island, FSDP2 between them                    (2)
-  --steps N             optimizer steps                                             (200)
+  --steps N             optimizer steps                           (80; 200 with --compare)
   --output FOLDER       where results go                                            (outputs/quickstart)
   --link RATE           rate of each island's link, as in 100Mbit                   (not limited)
   --rtt TIME            round trip between islands, as in 40ms                      (none)
@@ -29,7 +29,7 @@ TEXT
 }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-exchange=demo islands=2 procs=2 steps=200 output="" compare=""
+exchange=demo islands=2 procs=2 steps="" output="" compare=""
 rehearse=() pretrain=()
 changes=() # what follows --set
 
@@ -71,7 +71,8 @@ while [ $# -gt 0 ]; do
         *) usage >&2; fail "unknown option $1; the options are above" ;;
     esac
 done
-case $steps in '' | *[!0-9]*) fail "--steps $steps: must be a number of steps, 1 or more" ;; esac
+[ -n "$steps" ] || { [ -n "$compare" ] && steps=200 || steps=80; }
+case $steps in *[!0-9]*) fail "--steps $steps: must be a number of steps, 1 or more" ;; esac
 steps=$((10#$steps)) # 08 is no octal number
 [ "$steps" -ge 1 ] || fail "--steps $steps: must be a number of steps, 1 or more"
 

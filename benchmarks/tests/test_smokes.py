@@ -33,7 +33,7 @@ class Smoke:
         script: below benchmarks/. words: its arguments; FOLDER is an empty folder.
         says: patterns of what it prints, each of which must be found.
         ranks: (islands, processes of each) that run it; with one it has no variables of a launcher.
-        needs: a package without which it is left out.
+        needs: a package without which it is left out. slow: it takes most of a minute.
     """
 
     script: str
@@ -41,6 +41,7 @@ class Smoke:
     says: tuple[str, ...]
     ranks: tuple[int, int] = (1, 1)
     needs: str = ""
+    slow: bool = False
 
 
 def figures(start: str, count: int = 1) -> str:
@@ -89,6 +90,7 @@ SMOKES = [
         (f'"method": "full".*"loss": {FIGURE}', f'"A": "frozen", "loss": {FIGURE}'),
         (2, 1),
         needs="peft",
+        slow=True,
     ),
     Smoke(
         "memory.py",
@@ -181,7 +183,12 @@ STARTED = {"chaos_island.py", "network_lab.py", "peers_twins.py", "training_isla
 """Files with a program that another of these programs starts."""
 
 
-@pytest.mark.parametrize("smoke", SMOKES, ids=lambda smoke: Path(smoke.script).stem)
+@pytest.mark.parametrize(
+    "smoke", [
+        pytest.param(s, id=Path(s.script).stem, marks=[pytest.mark.slow] if s.slow else [])
+        for s in SMOKES
+    ],
+)  # fmt: skip
 def test_program_prints_its_table(
     smoke: Smoke, run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
