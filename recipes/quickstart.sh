@@ -53,7 +53,7 @@ while [ $# -gt 0 ]; do
         --exchange) exchange=$2; shift 2 ;;
         --islands) islands=$2; shift 2 ;;
         --procs) procs=$2; shift 2 ;;
-        --steps) steps=$2; shift 2 ;;
+        --steps) steps=${2:-none}; shift 2 ;;
         --output) output=$2; shift 2 ;;
         --compare) compare=$2; shift 2 ;;
         --link | --rtt | --launcher) rehearse+=("$1" "$2"); shift 2 ;;
