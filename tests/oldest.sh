@@ -23,6 +23,7 @@ for word in "$@"; do
 done
 
 bash recipes/setup.sh
+unset PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"
 first=$PWD/.venv/lib/python*/site-packages status=0
 while IFS='|' read -r name wanted paths; do
