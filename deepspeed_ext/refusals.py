@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from deepspeed import __version__ as VERSION
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
@@ -32,6 +33,7 @@ def refuse(engine: Any, config: ExchangeConfig, topology: Topology) -> None:
     """
     found = chain(
         _others(engine),
+        _version(VERSION),
         _kind(engine),
         _offload(engine),
         _precision(engine),
@@ -57,6 +59,12 @@ def _others(thing: Any) -> Iterator[str]:
             f"{type(thing).__name__}: pass the engine, the first thing that deepspeed.initialize "
             "returns (under Accelerate the prepared model, under the Trainer trainer.deepspeed)"
         )
+
+
+def _version(version: str) -> Iterator[str]:
+    """DeepSpeed before 0.19, whose classes lack what the exchange hooks into."""
+    if tuple(map(int, version.split(".")[:2])) < (0, 19):
+        yield f"deepspeed {version}: take deepspeed>=0.19,<0.20 (tried: 0.19.8)"
 
 
 def _kind(engine: Any) -> Iterator[str]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The doors of transformers, Accelerate and DeepSpeed beside the versions that other trainers pin: docs/yaml.md has the same table.
+# The doors of transformers and Accelerate beside the versions that other trainers pin: docs/yaml.md has the same table.
 # Each row has an environment below .venv/oldest, made at its first use: what the row names, and all else (torch, pytest) by a path to .venv.
 #   bash tests/oldest.sh                  all rows: some twenty minutes each on two cores
 #   bash tests/oldest.sh axolotl -k saves those of one row whose names hold "saves"; further words go to pytest
@@ -12,7 +12,6 @@ llamafactory | transformers==5.6.0 accelerate==1.11.0 datasets==4.0.0 | $hf
 axolotl | transformers==5.16.1 accelerate==1.13.0 datasets==4.8.4 | $hf
 unsloth | transformers==5.17.0 accelerate==1.15.0 datasets==4.8.5 | $hf
 ms-swift | transformers==5.19.0 accelerate==1.15.0 datasets==4.8.4 | $hf
-deepspeed | deepspeed==0.18.9 | tests/deepspeed
 ROWS
 }
 trim() { sed -e 's/^ *//' -e 's/ *$//'; }

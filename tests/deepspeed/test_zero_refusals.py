@@ -15,6 +15,7 @@ from torch import nn
 
 import deepspeed_ext
 import fsdp_demo
+from deepspeed_ext import refusals
 from deepspeed_ext.node_mesh import compare_environment
 from deepspeed_ext.refusals import refuse
 from fsdp_demo import MuonAdamW, Topology, preset
@@ -128,6 +129,13 @@ def test_zero_refusal_of_configurations(pattern):
     """Configurations of DeepSpeed that cannot work are refused."""
     with pytest.raises(ValueError, match=f"deepspeed_ext.attach found {pattern}"):
         refuse(Read(**CONFIGURED[pattern]), preset("diloco"), Topology())
+
+
+def test_zero_refusal_of_older_versions(monkeypatch):
+    """DeepSpeed 0.18, which lacks functions that the exchange hooks into, is refused by name."""
+    monkeypatch.setattr(refusals, "VERSION", "0.18.9")
+    with pytest.raises(ValueError, match="deepspeed 0.18.9: take deepspeed>=0.19"):
+        refuse(Read(), preset("diloco"), Topology())
 
 
 def test_zero_accepts_neighbouring_configuration():
