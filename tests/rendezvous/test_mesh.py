@@ -121,7 +121,8 @@ def test_single_replica_is_a_record_of_one_member() -> None:
     assert swapped(peers) == [0]
     (mean,) = peers.mean(peers.header(0), [(vector, "fp32")])
     assert torch.equal(mean, vector) and peers.wait_stable(0.0)
-    assert descriptors() == before
+    # fewer: what an earlier test of this process has left open may end meanwhile
+    assert all(now <= then for now, then in zip(descriptors(), before, strict=True))
     peers.release()
     with pytest.raises(PeerLost, match="closed"):
         swapped(peers)
