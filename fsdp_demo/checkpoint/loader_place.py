@@ -13,6 +13,7 @@ from ..exchange.exchange import Exchange
 
 class LoaderPlace:
     """Batches of a loader without end, and the place behind those of the steps that were taken.
+    The loader's `state_dict` is asked for once per step.
 
     Args:
         loader, exchange: as for `RunState.batches`.
