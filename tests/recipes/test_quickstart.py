@@ -167,12 +167,12 @@ def test_quickstart_passes_on_every_option():
 
 
 @pytest.mark.parametrize(("options", "fitted"), [
-    ("", "switch=0 period=5 momentum_warmup=20"),
+    ("", "switch=0 period=5 momentum_warmup=8"),
     ("--steps 08", "switch=0 period=2 momentum_warmup=2"),
     ("--steps 3", "switch=0 period=2 momentum_warmup=1"),
     ("--steps 2000", "period=5 momentum_warmup=200"),
-    ("--set switch=0.5", "switch=0.5 period=5 momentum_warmup=20"),
-    ("--set period=10", "period=10 switch=0 momentum_warmup=10"),
+    ("--set switch=0.5", "switch=0.5 period=5 momentum_warmup=8"),
+    ("--set period=10", "period=10 switch=0 momentum_warmup=4"),
     ("--set momentum_warmup=4", "momentum_warmup=4 switch=0 period=5"),
 ])  # fmt: skip
 def test_quickstart_fits_sign_loco(options, fitted):
