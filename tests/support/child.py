@@ -72,6 +72,9 @@ def _prepare(rank: Rank, call: Call) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
     guard.leave()
     torch.set_num_threads(1)
+    # torch makes its autograd engine anew at its first use in a forked process, without a lock: two
+    # threads that are first at once free it twice
+    torch.ones(1, requires_grad=True).square()
     os.chdir(call.folder)
 
 
