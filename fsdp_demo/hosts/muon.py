@@ -88,6 +88,10 @@ class MuonAdamW(torch.optim.Optimizer):
         super().__init__([group for part in parts for group in part.param_groups], {})
         self._parts = parts
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: torch's keeps groups and state alone."""
+        return {**super().__getstate__(), "_parts": self._parts, "_counts": self._counts}
+
     @property
     def parts(self) -> list[torch.optim.Optimizer]:
         """The parts, on this optimizer's groups and state as they are now: there is one of each."""

@@ -8,6 +8,7 @@ import copy
 import io
 import math
 import os
+import pickle
 from collections import defaultdict
 from typing import Any
 
@@ -101,6 +102,18 @@ def test_muon_adamw_state_dict_reads_back() -> None:
     for model, o in ((a, one), (b, again)):
         step(o, loss(model, 3))
     assert equal(whole(a), whole(b))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_muon_adamw_copies_train_on(copied: Any) -> None:
+    """A copy of model and optimizer, by `copy` or `pickle`, goes on as they do."""
+    a = Tiny()
+    one = MuonAdamW(a.named_parameters(), lr=0.02)
+    step([one], loss(a, 0))
+    b, other = copied((a, one))
+    for model, o in ((a, one), (b, other)):
+        step([o], loss(model, 1))
+    assert equal(whole(a), whole(b)) and other.param_groups is not one.param_groups
 
 
 def test_muon_adamw_replaced_state_is_forgotten() -> None:
