@@ -248,3 +248,11 @@ def pinned(like: Tensor) -> Tensor:
     and to it by itself. torch keeps such memory and hands it out again.
     """
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
+
+
+def pinned_vector(device: torch.device, n: int) -> Tensor:
+    """An empty vector fp32 [n] in pinned memory, from which `device` copies by itself; from any
+    thread.
+    """
+    with torch.get_device_module(device).device(device):
+        return torch.empty(n, dtype=torch.float32, device="cpu", pin_memory=True)
