@@ -237,10 +237,10 @@ def plan_memory(
     host = [_on_host(s, staged, offloaded, alone, s is again) for s in plan.sections]
     pairs = zip(_totals(device, plan.cycle), _totals(host, plan.cycle), strict=True)
     parameters = sum(prod(local_shape(shape, shards, shard)) for _, shape in tensors)
-    found = Memory(parameters, *(figure for pair in pairs for figure in pair))
+    whole = Memory(parameters, *(figure for pair in pairs for figure in pair))
     coded = max((s.layout.numel for s in plan.sections if s.gathered), default=0)
     window = OF_WINDOW * min(coded, WINDOW_GPU * BLOCK) if staged else 0
-    return replace(found, device_workspace=found.device_workspace + window)
+    return replace(whole, device_workspace=whole.device_workspace + window)
 
 
 def _stages(config: ExchangeConfig) -> list[ExchangeConfig]:
