@@ -7,8 +7,10 @@ costs no time on a link. Per preset, over steps in which a message leaves and is
 device's time between two CUDA events around `optimizer.step()` less that of the same optimizer
 without an exchange; the time after which the host is back from it (the device is given 60 ms of
 products of matrices before each step, so a host that waits for the device takes longer than that);
-memory of the exchange by torch's allocator beside `plan_memory`. Medians of --repeat steps. With
---trace also kernels, copies and calls that made the training thread wait, by torch.profiler.
+memory of the exchange by torch's allocator beside `plan_memory`. Medians of --repeat steps. Of one
+step operations on the device, and the bytes that they read and write per element of the shards: a
+copy moves 8. With --trace also kernels, copies and calls that made the training thread wait, by
+torch.profiler.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from fsdp_demo.exchange.plan import (  # noqa: E402
     plan_memory,  # noqa: E402
 )
 from fsdp_demo.tools.planner import load  # noqa: E402
+from tests.support.device_work import DeviceWork  # noqa: E402
 from tests.support.tensor_ledger import Echo  # noqa: E402
 
 SHARDS, AHEAD = 8, 0.06
@@ -102,6 +105,14 @@ class Rank:
         torch.cuda.synchronize()
         return first.elapsed_time(last) / 1e3, host
 
+    def work(self) -> dict[str, float]:
+        """Operations on the device in one step, and bytes that they move per element."""
+        with DeviceWork() as found:
+            self.step()
+        torch.cuda.synchronize()
+        elements = sum(prod(s) for _, s in self.shapes)
+        return {"operations": found.operations.total(), "moved": found.bytes / elements}
+
     def seen(self, trace: Path | None) -> dict[str, int]:
         """Kernels, copies and waits of the training thread in one step, by torch.profiler."""
         if trace is None:
@@ -146,6 +157,7 @@ def row(name: str, repeat: int, trace: Path | None) -> dict[str, Any]:
         found["with" if kind else "alone"] = {
             "device": statistics.median(t[0] for t in times),
             "host": statistics.median(t[1] for t in times),
+            **rank.work(),
             **rank.seen(trace and trace.with_stem(f"{trace.stem}-{kind}")),
         }
         if rank.exchange is not None:
@@ -161,8 +173,9 @@ def row(name: str, repeat: int, trace: Path | None) -> dict[str, Any]:
 
 def show(rows: list[dict[str, Any]], copy: float) -> str:
     head = (
-        "preset|alone, ms|exchange, ms more|copies of its bytes|host, ms|kernels more|"
-        "copies to, from host|waits|kept, MB|planned|peak, MB|planned"
+        "preset|alone, ms|exchange, ms more|copies of its bytes|host, ms|operations more|"
+        "B per element more|kernels more|copies to, from host|waits|kept, MB|planned|peak, MB|"
+        "planned"
     ).split("|")
     body = []
     for r in rows:
@@ -175,6 +188,8 @@ def show(rows: list[dict[str, Any]], copy: float) -> str:
                 f"{1e3 * more:.2f}",
                 f"{more / copy:.1f}",
                 f"{1e3 * w['host']:.1f}",
+                f"{w['operations'] - a['operations']}",
+                f"{w['moved'] - a['moved']:.1f}",
                 f"{w['kernels'] - a['kernels']}" if "kernels" in w else "-",
                 f"{w['to host']}, {w['to device']}" if "kernels" in w else "-",
                 f"{w['waits'] - a['waits']}" if "kernels" in w else "-",

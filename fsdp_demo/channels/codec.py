@@ -70,6 +70,8 @@ class ChannelCodec:
             self.spans = [(layout.numel, self.codec.value_dtype)]
         # number of an exchange and its positions
         self._known: tuple[int, dict[Group, Tensor]] | None = None
+        # the section that was made last and its positions, until it is subtracted
+        self._made: tuple[Tensor, list[Tensor]] | None = None
         self.gathered = self.codec.indexed or vectors.gathers(self.codec.value_dtype, size)
 
     @property
@@ -93,7 +95,10 @@ class ChannelCodec:
         """Select and code a workspace (not changed): the section of the body uint8 [num_bytes], or
         None and the vectors fp32, which may be the workspace itself."""
         if self.codec.indexed:
-            return sparse.encode_sparse(self.layout, self.codec, work), []
+            chosen: list[Tensor] = []
+            body = sparse.encode_sparse(self.layout, self.codec, work, chosen)
+            self._made = body, chosen
+            return body, []
         parts = self._vectors(work, step)
         if not self.gathered:
             return None, parts
@@ -135,7 +140,9 @@ class ChannelCodec:
             for w in (part for whole in self.layout.windows(work.device) for part in whole.inner):
                 w.of(work).add_(w.scale(w.of(taken), factors))
         elif body is not None:
-            self._received([body], [1.0], step).add_to(work, -alpha)
+            made, self._made = self._made, None
+            known = made[1] if made is not None and made[0] is body else ()
+            self._received([body], [1.0], step, known).add_to(work, -alpha)
         elif self.codec.seeded:
             arrived = [
                 vectors.round_trip(code, v, self.size)
@@ -165,10 +172,15 @@ class ChannelCodec:
         )
 
     def _received(
-        self, bodies: Sequence[Tensor], weights: Sequence[float], step: int
+        self,
+        bodies: Sequence[Tensor],
+        weights: Sequence[float],
+        step: int,
+        known: Sequence[Tensor] = (),
     ) -> DecodedMean:
         if self.codec.indexed:
-            return SparseMean(self.layout, self.codec, self.channel.reducer, bodies, weights)
+            reducer = self.channel.reducer
+            return SparseMean(self.layout, self.codec, reducer, bodies, weights, known)
         if not self.codec.seeded:
             return QuantizedMean(self.layout, self.codec.value_dtype, bodies, weights)
         total = [

@@ -82,6 +82,7 @@ class SparseMean(DecodedMean):
 
     Args:
         bodies, weights: sections and weights of the replicas that count, in rank order.
+        known: of an only section the positions of each stretch, as `encode_sparse` gives them.
     """
 
     def __init__(
@@ -91,12 +92,14 @@ class SparseMean(DecodedMean):
         reducer: Reducer,
         bodies: Sequence[Tensor],
         weights: Sequence[float],
+        known: Sequence[Tensor] = (),
     ):
         self.layout = layout
         self.codec = codec
         self.reducer = reducer
         self.bodies = bodies
         self.weights = weights
+        self._known = known
         self.device = bodies[0].device if bodies else torch.device("cpu")
         self._coded = sparse.split(layout, codec, bodies)
         self._shared = upload(
@@ -176,8 +179,8 @@ class SparseMean(DecodedMean):
             blocks.scatter_add_(1, p, v)
 
     def add_to(self, work: Tensor, alpha: float) -> None:
-        # only what was sent is touched
-        if len(self.bodies) != 1 or self.weights != [1.0] or self.reducer.clip != "none":
+        # only what was sent is touched; the norm of one replica is its own median
+        if len(self.bodies) != 1 or self.weights != [1.0]:
             super().add_to(work, alpha)
             return
         windows = self.layout.windows(self.device)
@@ -195,11 +198,12 @@ class SparseMean(DecodedMean):
             self._stretches = self._stretches or stretches(
                 self.layout.windows(self.device), self.device, self.codec.topk, len(self.bodies)
             )
-            stretch = self._stretches[
-                bisect_right(self._stretches, window.begin, key=lambda s: s.begin) - 1
-            ]
+            number = bisect_right(self._stretches, window.begin, key=lambda s: s.begin) - 1
+            stretch = self._stretches[number]
             assert stretch.group is not None
-            place, found = sparse.decode_window(stretch, self._coded[stretch.group], self.codec)
+            known = self._known[number] if self._known else None
+            coded = self._coded[stretch.group]
+            place, found = sparse.decode_window(stretch, coded, self.codec, known)
             if self.reducer.clip == "median_norm":
                 found = _clipped(found)
             self._latest = stretch, place, found

@@ -32,8 +32,8 @@ from ..config.parts import BLOCK
 from .windows import CACHED, EDGE, Box, ContiguousViews, Group, Window
 
 MAX_PADDING = 1.1
-# blocks worked on at once: 8 MiB, and 32 MiB where every kernel has to be launched; multiples of 8
-WINDOW, WINDOW_GPU = 512, 2048
+# blocks worked on at once: 8 MiB, and 128 MiB where every kernel has to be launched; multiples of 8
+WINDOW, WINDOW_GPU = 512, 8192
 
 T = TypeVar("T")
 P = TypeVar("P", "BlockRange", "DensePiece")

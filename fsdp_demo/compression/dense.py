@@ -18,7 +18,9 @@ from ..config.parts import BLOCK
 from . import formats
 from .formats import EXACT
 
-STEP = 256  # rows of 4096 that are coded at once where a whole vector would be a second one
+# rows of 4096 that are coded at once where a whole vector would be a second one; many where every
+# kernel has to be launched
+STEP, STEP_GPU = 256, 2048
 
 
 def mean_code(code: str) -> str:
@@ -115,8 +117,9 @@ def encode_all(spans: Sequence[tuple[int, str]], parts: Sequence[Tensor]) -> Ten
     data, at = torch.empty(total_bytes(spans), dtype=torch.uint8, device=parts[0].device), 0
     for (n, code), v in zip(spans, parts, strict=True):
         rows, size = n // BLOCK, formats.num_bytes(code, n // BLOCK, BLOCK)
-        for lo in range(0, rows, STEP):
-            some = v[lo * BLOCK : min(lo + STEP, rows) * BLOCK].view(-1, BLOCK)
+        step = _step(v)
+        for lo in range(0, rows, step):
+            some = v[lo * BLOCK : min(lo + step, rows) * BLOCK].view(-1, BLOCK)
             formats.encode_rows(code, some, data[at : at + size], rows, lo)
         if n % BLOCK:
             rest = formats.encode(code, v[rows * BLOCK :].view(1, -1))
@@ -127,11 +130,16 @@ def encode_all(spans: Sequence[tuple[int, str]], parts: Sequence[Tensor]) -> Ten
 
 def add_round_trip(code: str, v: Tensor, size: int, target: Tensor, alpha: float) -> None:
     """Add `alpha` times `round_trip` of a vector fp32 [n] to `target` (fp32 [n]), by stretches."""
-    at = cuts(v.numel(), code, size)
+    at, step = cuts(v.numel(), code, size), _step(v) * BLOCK
     for a, b in zip(at, at[1:], strict=False):
-        for lo in range(a, b, STEP * BLOCK):
-            hi = min(lo + STEP * BLOCK, b)
+        for lo in range(a, b, step):
+            hi = min(lo + step, b)
             decode_into(code, encode(code, v[lo:hi]), target[lo:hi], alpha)
+
+
+def _step(v: Tensor) -> int:
+    """Rows of 4096 that are coded at once where `v` lies."""
+    return STEP if v.device.type == "cpu" else STEP_GPU
 
 
 def cuts(n: int, code: str, size: int) -> list[int]:

@@ -54,7 +54,7 @@ def top_k(a: Tensor, k: int) -> Tensor:
     if m < BLOCK:
         return _exact(a, k)
     if a.device.type != "cpu":
-        return _grouped(a, k) if k <= 64 else _exact(a, k)
+        return _grouped(a, k) if k <= 128 else _exact(a, k)
     return _in_c(a, k) if _kernels is not None and k <= MOST and a.is_contiguous() else _exact(a, k)
 
 
@@ -80,30 +80,34 @@ def _bits(a: Tensor) -> Tensor:
     return a.view(torch.int32) & 0x7FFFFFFF
 
 
-def _keys(magnitude: Tensor, index: Tensor) -> Tensor:
-    """Distinct int64, larger for a larger magnitude (int32), then for a lower index."""
-    return torch.bitwise_left_shift(magnitude.long(), 12).add_(4095).sub_(index)
-
-
-def _chosen(keys: Tensor, k: int) -> Tensor:
-    """Indices, ascending, of the k largest keys of each row."""
-    return (4095 - (torch.topk(keys, k, dim=1, sorted=False).values & 4095)).sort(1).values
+def _best(magnitude: Tensor, index: Tensor, k: int) -> Tensor:
+    """Those of `index` (int64 below 4096) with the k largest magnitudes (int32) of each row, in any
+    order; ties go to the lower index.
+    """
+    # distinct, smaller for a larger magnitude, then for a lower index, which is their last 12 bits
+    keys = torch.sub(index, magnitude, alpha=4096)
+    return torch.topk(keys, k, dim=1, largest=False, sorted=False).values.bitwise_and_(4095)
 
 
 def _exact(a: Tensor, k: int) -> Tensor:
-    """Top k of rows of any length up to 4096, by keys."""
-    return _chosen(_keys(_bits(a.contiguous()), torch.arange(a.shape[1], device=a.device)), k)
+    """Top k of rows of any length up to 4096."""
+    index = torch.arange(a.shape[1], device=a.device)
+    return _best(_bits(a.contiguous()), index, k).sort(1).values
 
 
 def _grouped(a: Tensor, k: int) -> Tensor:
-    """Top k of blocks: they lie in the k groups of 16 rows of a column with the largest keys."""
+    """Top k of blocks: they lie in the k groups of 16 rows of a column whose first largest element
+    is among the k best of all groups. Keys are made of these and of the candidates alone, so that
+    few bytes move.
+    """
     n, index = len(a), torch.arange(BLOCK, device=a.device)
-    keys = _keys(_bits(a.contiguous()), index).view(n, 4, 16, 64)
-    # an element of each group
-    found = 4095 - (torch.topk(keys.amax(2).view(n, 256), k, dim=1, sorted=False).values & 4095)
-    first = found // 1024 * 1024 + found % 64
-    place = (first[:, :, None] + index[:1024:64]).view(n, -1)
-    return _chosen(keys.view(n, BLOCK).gather(1, place), k)
+    magnitude = _bits(a.contiguous())
+    most, row = magnitude.view(n, 4, 16, 64).max(2)  # of equal ones the first
+    first = row.mul_(64).add_(index.view(4, 16, 64)[:, 0])
+    found = _best(most.view(n, 256), first.view(n, 256), k)  # an element of each group
+    start = (found & 0b110000000000).bitwise_or_(found & 63)
+    place = (start[:, :, None] + index[:1024:64]).view(n, -1)
+    return _best(magnitude.gather(1, place), place, k).sort(1).values
 
 
 def random(size: int, k: int, count: int, number: int, seed: int, device: torch.device) -> Tensor:

@@ -54,8 +54,10 @@ def spans(layout: Layout, codec: Codec) -> list[tuple[int, int, int]]:
 
 def encode_stretch(
     stretch: Window, span: tuple[int, int, int], codec: Codec, work: Tensor, data: Tensor
-) -> None:
-    """Select and code the blocks of a stretch of `work` into a section `data`, at `span`."""
+) -> Tensor:
+    """Select and code the blocks of a stretch of `work` into a section `data`, at `span`. Returns
+    the positions, int64 [n, k].
+    """
     g = stretch.group
     assert g is not None
     picked = []
@@ -70,6 +72,7 @@ def encode_stretch(
     for plane, bits, new in zip(planes, form.planes, encode_positions(form, index), strict=True):
         at = stretch.first * bits // 8
         plane[at : at + len(new)] = new
+    return index
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,11 @@ def split(layout: Layout, codec: Codec, datas: Sequence[Tensor]) -> dict[Group, 
     return out
 
 
-def decode_window(window: Window, coded: Coded, codec: Codec) -> tuple[Tensor, Tensor]:
-    """Places and values of a window of n blocks in R sections.
+def decode_window(
+    window: Window, coded: Coded, codec: Codec, known: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Places and values of a window of n blocks in R sections; `known`: the positions (int16 [R n,
+    k]) where they need not be decoded.
 
     Returns:
         Places in the block, int64 [R, n, k]: below 4096 whatever the bytes, and distinct in a block
@@ -118,7 +124,9 @@ def decode_window(window: Window, coded: Coded, codec: Codec) -> tuple[Tensor, T
         ]
         for p in coded.positions
     ]
-    if any(n * bits % 8 for bits in form.planes):  # the last byte of a plane is not full
+    if known is not None:
+        place = known.long()
+    elif any(n * bits % 8 for bits in form.planes):  # the last byte of a plane is not full
         place = torch.stack([decode_positions(form, planes, n) for planes in parts])
     else:
         joined = [torch.cat(planes) for planes in zip(*parts, strict=True)]
@@ -128,13 +136,19 @@ def decode_window(window: Window, coded: Coded, codec: Codec) -> tuple[Tensor, T
     return place.view(len(parts), n, k), found
 
 
-def encode_sparse(layout: Layout, codec: Codec, work: Tensor) -> Tensor:
-    """Select and code the workspace `work` (flat fp32, not changed): uint8 [sparse_bytes]."""
+def encode_sparse(
+    layout: Layout, codec: Codec, work: Tensor, chosen: list[Tensor] | None = None
+) -> Tensor:
+    """Select and code the workspace `work` (flat fp32, not changed): uint8 [sparse_bytes]. The
+    positions of each stretch are added to `chosen`, int16 [n, k].
+    """
     data = torch.empty(sparse_bytes(layout, codec), dtype=torch.uint8, device=work.device)
     of = dict(zip(layout.groups, spans(layout, codec), strict=True))
     for s in stretches(layout.windows(work.device), work.device, codec.topk):
         assert s.group is not None
-        encode_stretch(s, of[s.group], codec, work, data)
+        index = encode_stretch(s, of[s.group], codec, work, data)
+        if chosen is not None:
+            chosen.append(index.to(torch.int16))
     dense = values.encode(dense_code(codec), layout.dense_part(work).view(1, -1))
     data[data.numel() - dense.numel() :] = dense
     return data

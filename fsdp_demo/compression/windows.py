@@ -22,8 +22,8 @@ CACHED = 32
 """Blocks that a CPU works on at once, half a MiB: what is written in between stays in the cache of
 a core. 16 and 64 take a tenth longer (Intel Xeon with AMX, 2026-11-27, `codec.py`).
 """
-# coefficients coded at once: 2 MiB of places, and 8 MiB where every kernel has to be launched
-CODED, CODED_GPU = 1 << 18, 1 << 20
+# coefficients coded at once: 2 MiB of places, and 32 MiB where every kernel has to be launched
+CODED, CODED_GPU = 1 << 18, 1 << 22
 
 
 @dataclass(frozen=True)
@@ -248,3 +248,11 @@ def pinned(like: Tensor) -> Tensor:
     and to it by itself. torch keeps such memory and hands it out again.
     """
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
+
+
+def pinned_vector(device: torch.device, n: int) -> Tensor:
+    """An empty vector fp32 [n] in pinned memory, from which `device` copies by itself; from any
+    thread.
+    """
+    with torch.get_device_module(device).device(device):
+        return torch.empty(n, dtype=torch.float32, device="cpu", pin_memory=True)

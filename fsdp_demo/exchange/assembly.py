@@ -6,12 +6,14 @@ channels' (`Phases`). The method may change as long as nothing is exchanged (`au
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..channels.bind import Bound, bind
 from ..channels.state import Placement
+from ..compression.windows import pinned_vector
 from ..config.fragments import expand
 from ..config.schema import ExchangeConfig
 from ..errors import Stopped
@@ -101,15 +103,17 @@ def _bound(
 
 
 def _prepare_peers(runtime: StepRuntime) -> None:
-    """Tell the peer group what belongs to the method. A vector and its mean that every step needs
-    use their memory again (`kept_vector`).
+    """Tell the peer group what belongs to the method. On a CPU a vector and its mean that every
+    step needs use their memory again (`kept_vector`). An accelerator fetches a mean from where it
+    was received and made: torch keeps pinned memory.
     """
     if (peers := runtime.peers) is None:
         return
-    room = new_vector
+    room, device = new_vector, runtime.host.device
     active = {c.section: c for c in runtime.channels if c.section is not None}
-    section = kept_vector(list(active)) if runtime.host.device.type == "cpu" else None
-    if section is not None:
+    if device.type != "cpu":
+        room = partial(pinned_vector, device)
+    elif (section := kept_vector(list(active))) is not None:
         room = active[section].new_vector = VectorPool(section.layout.numel).new_vector
     peers.work_with(leaving.longest_part(runtime), room)
 

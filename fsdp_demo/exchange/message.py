@@ -24,6 +24,7 @@ from torch import Tensor
 from ..channels.channel import ChannelPayload, Received
 from ..channels.codec import ChannelCodec
 from ..compression import dense
+from ..compression.formats import EXACT
 from ..config.channel import Channel
 from ..elastic.peer_group import PeerGroup
 from ..hosts.base import TrainingHost
@@ -78,12 +79,21 @@ class MessageLayout:
         self, parts: Mapping[str, ChannelPayload]
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """The payloads of the channels, given by name, in the order of the message: presence bits
-        (uint8, on the CPU), sections of the body, vectors to be reduced.
+        (uint8, on the CPU), sections of the body, vectors to be reduced. An accelerator rounds
+        these to the number format in which they are sent: fewer bytes are copied to the host.
         """
         mine = [parts[name] for name in self.sections]
         bits = pack_bits([p for part in mine for p in part.present or []])
         bodies = [p.body for p in mine if p.body is not None]
-        return bits, bodies, [v for p in mine for v in p.vectors]
+        vectors = [v for p in mine for v in p.vectors]
+        return (
+            bits,
+            bodies,
+            [
+                v if v.device.type == "cpu" else v.to(EXACT.get(code, v.dtype))
+                for v, (_, code) in zip(vectors, self.vectors, strict=True)
+            ],
+        )
 
     def blank(self, bodies: Sequence[Tensor]) -> bool:
         """Whether the sections, as `pack` gives them, hold nothing but zeros."""

@@ -14,9 +14,10 @@ from math import prod
 import torch
 
 from ..channels.codec import ChannelCodec
-from ..compression.blocks import Layout
+from ..compression.blocks import WINDOW_GPU, Layout
 from ..config.channel import Channel, covers, tensor_layout_kind
 from ..config.fragments import expand
+from ..config.parts import BLOCK
 from ..config.schema import ExchangeConfig
 from ..hosts.optimizers import inner_class, materialise
 from ..peers.header import Meter
@@ -166,8 +167,13 @@ def local_shape(shape: Sequence[int], shards: int, shard: int) -> tuple[int, ...
 #   message is small; a vector that is reduced is a copy of the values, 4 bytes per element.
 #
 # The order within a message is left out, and a buffer that channels share is counted for each: at
-# most 2 % too much, as a test shows. Not counted: windows (under 64 MB), copies of single shards,
-# one more workspace where copies of a shard share the work, and `inner_state`.
+# most 2 % too much, as a test shows. What is made of the window that a coded channel works on is
+# counted on an accelerator, where that is up to 134 MB. Not counted: windows of a CPU (under 64
+# MB), copies of single shards, one more workspace where copies of a shard share the work, and
+# `inner_state`.
+
+OF_WINDOW = 14
+"""Bytes per element of a window that coding takes on an accelerator, at most."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +237,10 @@ def plan_memory(
     host = [_on_host(s, staged, offloaded, alone, s is again) for s in plan.sections]
     pairs = zip(_totals(device, plan.cycle), _totals(host, plan.cycle), strict=True)
     parameters = sum(prod(local_shape(shape, shards, shard)) for _, shape in tensors)
-    return Memory(parameters, *(figure for pair in pairs for figure in pair))
+    whole = Memory(parameters, *(figure for pair in pairs for figure in pair))
+    coded = max((s.layout.numel for s in plan.sections if s.gathered), default=0)
+    window = OF_WINDOW * min(coded, WINDOW_GPU * BLOCK) if staged else 0
+    return replace(whole, device_workspace=whole.device_workspace + window)
 
 
 def _stages(config: ExchangeConfig) -> list[ExchangeConfig]:

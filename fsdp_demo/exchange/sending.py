@@ -307,13 +307,14 @@ class Staging:
         return wait
 
     def pin(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Replace CPU tensors in the list by copies in pinned memory, from which the device fetches
-        them by itself; each is freed as soon as it has been copied. Returns the list.
+        """Replace CPU tensors in the list, but those that lie there, by copies in pinned memory,
+        from which the device fetches them by itself; each is freed as soon as it has been copied.
+        Returns the list.
         """
         if self.device.type != "cpu":
             with torch.get_device_module(self.device).device(self.device):
                 for i, t in enumerate(tensors):
-                    tensors[i] = pinned(t).copy_(t)
+                    tensors[i] = t if t.is_pinned() else pinned(t).copy_(t)
         return tensors
 
 

@@ -9,9 +9,12 @@ The means of codes under 8 bits come back in int8.
 
 from __future__ import annotations
 
+import os
+import sys
 import weakref
 from array import array
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +34,9 @@ STRETCH = 1 << 17
 """Values of a mean that are calculated at once: with room for one share they stay in the cache of
 a core.
 """
+
+THREADED = 1 << 20
+"""Values of a mean for which another thread is worth its start."""
 
 NOTHING = torch.zeros((), dtype=torch.float32, device="cpu")
 """What a sum begins with: -0 becomes 0 there."""
@@ -170,7 +176,7 @@ def _exact_means(
         values = coding.as_values(code, rooms[i])
         direct = values if values is not None and values.dtype == acc.dtype else None
         if direct is not None and mean_in_c is not None and set(weights[i]) == {1.0}:
-            mean_in_c(array("Q", [v.data_ptr() for v in shares]).tobytes(), n, direct.data_ptr())
+            _mean_in_threads(shares, direct)
             continue
         for lo in range(0, n, STRETCH):
             hi = min(lo + STRETCH, n)
@@ -182,6 +188,26 @@ def _exact_means(
                 rooms[i][lo * width : hi * width] = coding.encode(code, mean)
             elif direct is None:
                 values[lo:hi] = mean
+
+
+def _mean_in_threads(shares: list[Tensor], out: Tensor) -> None:
+    """The mean of `shares` fp32 [n], added in order, in `out`, by the processors that this rank may
+    use, four at most: one alone is slower than the memory.
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    processors = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    threads = max(1, min(4, processors // ranks, len(out) // THREADED))
+
+    def stretch(i: int) -> None:
+        lo, hi = (len(out) * j // threads for j in (i, i + 1))
+        where = array("Q", [v[lo:].data_ptr() for v in shares]).tobytes()
+        mean_in_c(where, hi - lo, out[lo:].data_ptr())
+
+    if threads == 1:
+        stretch(0)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(stretch, range(threads)))
 
 
 def _mean(

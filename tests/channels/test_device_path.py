@@ -15,10 +15,13 @@ from torch import Tensor, nn
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Topology, preset
-from fsdp_demo.channels.channel import ChannelRunner, Incoming, Received
+from fsdp_demo.channels.channel import ChannelPayload, ChannelRunner, Incoming, Received
+from fsdp_demo.channels.codec import ChannelCodec
 from fsdp_demo.channels.state import Placement
 from fsdp_demo.compression import blocks, transform, windows
+from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.config.fragments import expand
+from fsdp_demo.exchange.message import MessageLayout
 from fsdp_demo.exchange.rewritten import Rewritten
 from fsdp_demo.hosts.torch_params import TorchHost
 from fsdp_demo.rendezvous.island import IslandGroup
@@ -185,6 +188,7 @@ def train(config: ExchangeConfig, device: torch.device, steps=7) -> Callable[[in
     ("demo", preset("demo")),
     ("demo late", preset("demo", **{"schedule.delay": 2})),
     ("full", preset("full")),
+    ("full bf16", preset("full", value_dtype="bf16")),
     ("diloco", preset("diloco", period=2, inner_optimizers="as_is",
         **{"schedule.delay": 1, "applier.mix": 0.5})),
     ("decoupled_momentum", preset("decoupled_momentum", period=2, inner_optimizers="as_is")),
@@ -209,6 +213,16 @@ def test_device_exchange_steps_never_wait(name: str, config: ExchangeConfig) -> 
     sent = waits.pop("exchange")
     assert sent > 4 and sum(waits.values()) == sent and set(waits) == {"stream1", "stream2"}
     assert len(held) == 2 and all(n >= sent for n in held)  # the loss and the payload of each
+
+
+def test_device_rounds_before_copy() -> None:
+    """Vectors that are sent as bf16 are rounded on the device: half of the bytes are copied."""
+    with plug_in(), Accelerator():
+        channel = preset("full", value_dtype="bf16").channels[0]
+        layout = MessageLayout([ChannelCodec(Layout([(8, 8)], ["none"]), channel, R)])
+        payload = ChannelPayload(0, vectors=[torch.ones(64, device=DEVICE)], present=[True])
+        (sent,) = layout.pack({channel.name: payload})[2]
+        assert sent.device == DEVICE and sent.dtype == torch.bfloat16
 
 
 def test_device_released_average_reads_drift() -> None:

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 
-from fsdp_demo.compression.windows import pinned, upload
+from fsdp_demo.compression.windows import pinned, pinned_vector, upload
 from fsdp_demo.exchange.sending import Staging
 
 from ..support.accelerator import DEVICE, Accelerator, There, plug_in
@@ -67,6 +68,20 @@ def test_staging_upload_without_wait() -> None:
         with mode.waiting():
             assert [t.cpu().tolist() for t in there] == [[2, 3, 4, 5], [1.0, 1.0], [0, 1, 2, 3]]
         assert set(plug.log) == {"room"}
+
+
+def test_staging_pinned_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in pinned memory, as a mean that was received there, is not copied again."""
+    with plug_in():
+        monkeypatch.setattr(
+            torch.Tensor,
+            "is_pinned",
+            lambda t: t.untyped_storage()._cdata in Accelerator.pinned,
+        )
+        mean, body = pinned_vector(DEVICE, 8), torch.ones(3)
+        found = Staging(DEVICE).pin([mean[2:], body])
+        assert found[0].data_ptr() == mean[2:].data_ptr() and found[1] is not body
+        assert all(t.is_pinned() for t in found)
 
 
 def test_staging_no_copy_on_cpu() -> None:

@@ -45,15 +45,21 @@ def by_the_formula(every: list[list[tuple[Tensor, str]]], weights: list[float]) 
     return out
 
 
-@pytest.mark.parametrize("by", ["C", "torch"])
+@pytest.mark.parametrize("by", ["C", "threads", "torch"])
 @pytest.mark.parametrize("codes", [["fp32"], ["bf16"], ["bf16", "fp32"], CODES], ids="-".join)
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=list(WEIGHTS))
 def test_reduce_means_are_those_of_the_formula(
     codes: Sequence[str], weights: list[float], by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The means of a reduce are those of the plain formula, bit for bit, by C and by torch."""
+    """The means of a reduce are those of the plain formula, bit for bit, by C, also in several
+    threads, and by torch.
+    """
     if by == "torch":
         monkeypatch.setattr(collectives, "mean_in_c", None)
+    if by == "threads":
+        monkeypatch.setattr(collectives, "THREADED", 8)
+        monkeypatch.setattr(collectives.os, "sched_getaffinity", lambda pid: range(3))
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     every = [vectors(seed, codes) for seed in range(3)]
     for sent in every:
         sent[-1][0][:5] = -0.0  # the sum of such begins with 0
