@@ -21,6 +21,7 @@ pytest.importorskip("transformers")
 
 FILES = ROOT / "recipes" / "kubernetes"
 CRDS = Path(os.environ.get("FSDP_DEMO_CRDS", ROOT.parent / "shared" / "data" / "crds"))
+COMPLETION = "batch.kubernetes.io/job-completion-index"
 
 
 def closed(schema):
@@ -80,8 +81,8 @@ def job_set(name):
         assert template["metadata"]["labels"]["trainer.kubeflow.org/trainjob-ancestor-step"]
         (container,) = template["spec"]["template"]["spec"]["containers"]
         assert container["name"] == "node"  # the trainer knows no other
-        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-        rank = {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}}
+        path = {"fieldPath": f"metadata.annotations['{COMPLETION}']"}
+        rank = {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": path}}
         sets = {"NNODES": trainer["numNodes"], "NPROC_PER_NODE": trainer["numProcPerNode"]}
         sets = [{"name": f"PET_{n}", "value": v} for n, v in sets.items()]
         container["env"] += [*trainer["env"], *sets, rank]
@@ -136,7 +137,7 @@ class Pods(Played):
         said |= {"coordinator": self.address(0), "replicatedjob-name": name}
         said |= {"replicatedjob-replicas": self.jobs[name].get("replicas", 1)}
         said = {f"jobset.sigs.k8s.io/{n}": v for n, v in said.items()}
-        said |= {"batch.kubernetes.io/job-completion-index": index}
+        said |= {COMPLETION: index if name == "node" else 0}
         said |= {"batch.kubernetes.io/job-index-failure-count": attempt}
         address = self.address(0 if name == "store" else index + 1)
         annotations = {f"metadata.annotations['{n}']": str(v) for n, v in said.items()}
@@ -145,7 +146,8 @@ class Pods(Played):
     def pod(self, name, index=0, attempt=0, **values):
         """A pod; index: of its Job, or of its node in the one Job of a TrainJob."""
         (container,) = self.jobs[name]["template"]["spec"]["template"]["spec"]["containers"]
-        fields, env = self.fields(name, index, attempt), {}
+        fields = self.fields(name, index, attempt)
+        env = {"JOB_COMPLETION_INDEX": fields[f"metadata.annotations['{COMPLETION}']"]}
         for entry in container["env"]:
             source = entry.get("valueFrom", {})
             assert source.get("secretKeyRef") in (None, {"name": "islands", "key": "token"})
