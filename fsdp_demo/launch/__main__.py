@@ -19,6 +19,9 @@ the script's arguments then. The script finds the number of its start in `ISLAND
 
     python -m fsdp_demo.launch --restarts 3 torchrun --nproc-per-node 2 train.py --resume auto
 
+With `--from slurm|mpi|kubernetes` the variables of that engine say which island this is
+(`engines.py`).
+
 With `--exchange PRESET` every Trainer of transformers or Lightning that trains below has the
 exchange, without a change in its script (`unedited.py`). Then any command may stand here: `python
 train.py`, `trl sft --config sft.yaml`.
@@ -36,13 +39,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from ..rendezvous.environment import stop_signals
+from ..rendezvous.environment import stop_signals, whole
 from ..status import DECIDE, SAVED, has_trained
 from ..status import FOLDER as STATUS_FOLDER
-from . import unedited
+from . import engines, unedited
 from .command_line import CommandParser
 from .notice import watch
 from .processes import (
+    ATTEMPT,
     HEARD,
     LAUNCHED,
     LAUNCHERS,
@@ -59,14 +63,20 @@ from .processes import (
 EXAMPLE = "python -m fsdp_demo.launch --restarts 3 torchrun --nproc-per-node 8 train.py"
 
 
-def _parse(argv: list[str]) -> tuple[int, list[str], list[str]]:
-    """Restarts, arguments for them, and the launcher's words. Wrong ones end with status 2."""
+def _parser() -> CommandParser:
     usage = (
-        "python -m fsdp_demo.launch [--restarts N] [--resume-args ARGS] [--exchange PRESET|YAML] "
-        "[--set KEY=VALUE] [--resume auto] [--notice aws|gcp|COMMAND] COMMAND"
+        "python -m fsdp_demo.launch [--from ENGINE] [--restarts N] [--resume-args ARGS] "
+        "[--exchange PRESET|YAML] [--set KEY=VALUE] [--resume auto] [--notice aws|gcp|COMMAND] "
+        "COMMAND"
     )
     parser = CommandParser(prog="python -m fsdp_demo.launch", usage=usage)
     parser.example(EXAMPLE)
+    parser.add_argument(
+        "--from",
+        dest="engine",
+        choices=tuple(engines.ENGINES),
+        help="take ISLAND_* from the variables of what has started this process",
+    )
     parser.add_argument(
         "--restarts", type=int, default=0, help="start again so often after status 75 or a signal"
     )
@@ -81,6 +91,12 @@ def _parse(argv: list[str]) -> tuple[int, list[str], list[str]]:
         "0), and act then as at SIGTERM",
     )
     parser.add_argument("words", nargs=argparse.REMAINDER)
+    return parser
+
+
+def _parse(argv: list[str]) -> tuple[int, list[str], list[str]]:
+    """Restarts, arguments for them, and the launcher's words. Wrong ones end with status 2."""
+    parser = _parser()
     args = parser.parse_args(argv)
     if not args.words or args.words[0] not in LAUNCHERS and not shutil.which(args.words[0]):
         found = repr(args.words[0]) if args.words else "none"
@@ -90,8 +106,14 @@ def _parse(argv: list[str]) -> tuple[int, list[str], list[str]]:
         )
     if args.restarts < 0:
         parser.error(f"--restarts {args.restarts}: must be 0 or more")
+    words, resume = args.words, shlex.split(args.resume_args)
     try:
         os.environ |= unedited.variables(args)
+        if args.engine is not None:
+            told, words = engines.told(args.engine, os.environ, words)
+            os.environ |= told
+            if whole(told, ATTEMPT, 0):  # the engine has started this island before
+                words, resume = [*words, *resume], []
         # torch's launchers handle these themselves, where they hear them
         handled = dict.fromkeys([*SIGNALS, *(s.name for s in stop_signals(os.environ))])
         os.environ.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(handled))
@@ -99,7 +121,7 @@ def _parse(argv: list[str]) -> tuple[int, list[str], list[str]]:
         parser.error(str(error))
     if args.notice is not None:
         watch(args.notice)
-    return args.restarts, shlex.split(args.resume_args), args.words
+    return args.restarts, resume, words
 
 
 def main(argv: list[str] | None = None) -> int:

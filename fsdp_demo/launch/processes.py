@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..rendezvous.environment import stop_signals
+from ..rendezvous.environment import stop_signals, whole
 from ..status import FOLDER as STATUS_FOLDER
 from ..status import SAVED
 
@@ -30,7 +30,7 @@ from ..status import SAVED
 
 ATTEMPT = "ISLAND_ATTEMPT"
 """Variable with the number of an island's start, counted from 0, where it is restarted by
-`--restarts`.
+`--restarts` or by an engine (`--from`).
 """
 
 LAUNCHED = "ISLAND_LAUNCHED"
@@ -201,13 +201,13 @@ def supervise(words: Sequence[str], restarts: int, resume: Sequence[str] = ()) -
         resume: what is added to the script's arguments from the second start on.
     """
     adopt_orphans()
-    island = Launcher()
+    island, before = Launcher(), whole(os.environ, ATTEMPT, 0)
     with island.listening():
         for number in range(restarts + 1):
             # none reads what an earlier one has left
             folder = Path(os.environ[STATUS_FOLDER]) / f"attempt{number}"
             folder.mkdir(parents=True, exist_ok=True)
-            env = {**os.environ, ATTEMPT: str(number), STATUS_FOLDER: str(folder)}
+            env = {**os.environ, ATTEMPT: str(before + number), STATUS_FOLDER: str(folder)}
             if number:
                 env[LAUNCHED] = str(time.time())
             again = resume if number else ()

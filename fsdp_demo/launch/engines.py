@@ -1,0 +1,219 @@
+"""`--from ENGINE` of `launch`: what Slurm, MPI or Kubernetes say of a process in its variables
+becomes ISLAND_* and words for torch's launchers. ISLAND_* that a user has set win.
+
+Sources: sbatch(1) and srun(1), "OUTPUT ENVIRONMENT VARIABLES" (22.05, run); Open MPI and MPICH;
+Kubernetes, "Indexed Job"; labels and annotations of JobSet (v1alpha2), which a manifest hands over
+by the downward API (docs/commands.md); the torch plugin of Kubeflow Trainer v2 (PET_*).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ..rendezvous.environment import endpoint, islands, whole
+from .processes import ATTEMPT
+
+STORE_PORT, MAIN_PORT = 29400, 29500
+"""Port of the store and of an island's first node, where an engine names the host alone."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What an engine says of a process; None, 0 and "" where it does not say it.
+
+    Attributes:
+        said: the variables that give rank and count.
+        run, attempt, store: for ISLAND_RUN, ISLAND_ATTEMPT and ISLAND_ENDPOINT.
+        nodes, node: how many nodes the island has, and which of them this one is.
+        main, port: where the first of them listens.
+        procs: ranks of this node.
+    """
+
+    said: str
+    rank: int | None
+    count: int | None
+    run: str = ""
+    store: str = ""
+    attempt: int = 0
+    nodes: int = 1
+    node: int = 0
+    main: str = "127.0.0.1"
+    port: int = MAIN_PORT
+    procs: int = 0
+
+
+def hosts(nodelist: str) -> list[str]:
+    """The names in a node list of Slurm.
+
+    >>> hosts("gpu[08-10,12],big1")
+    ['gpu08', 'gpu09', 'gpu10', 'gpu12', 'big1']
+    """
+    found = []
+    for name, ranges in re.findall(r"([^,\[\]]+)(?:\[([\d,-]*)\])?", nodelist):
+        for part in ranges.split(","):
+            first, _, last = part.partition("-")
+            numbers = range(int(first), int(last or first) + 1) if first else ()
+            found += [f"{name}{n:0{len(first)}}" for n in numbers] or [name]
+    return found
+
+
+def _slurm(env: Mapping[str, str]) -> list[Place]:
+    """An island is a task of an array; else a task of the step, or, with ISLAND_COUNT by hand, as
+    many tasks as come to one island. With ISLAND_RANK by hand the whole job is one.
+    """
+    if "SLURM_JOB_ID" not in env:
+        return []
+    nodes, tasks, task, attempt, job, gpus = (
+        whole(env, f"SLURM_{name}", 0)
+        for name in "NNODES STEP_NUM_TASKS PROCID RESTART_COUNT JOB_ID GPUS_ON_NODE".split()
+    )
+    in_step, array = "SLURM_STEP_ID" in env, "SLURM_ARRAY_TASK_ID" in env
+    if nodes > 1 and not in_step:
+        found = f"SLURM_NNODES={nodes}, but a batch script runs on the first node alone"
+        raise ValueError(f"{found}: start this command by srun --ntasks-per-node=1")
+    tasks, task = (tasks, task) if in_step else (1, 0)
+    one = array or bool(env.get("ISLAND_RANK"))
+    count = 1 if one else whole(env, "ISLAND_COUNT", tasks)
+    if count < 1 or tasks % count or tasks not in (count, nodes):
+        found = f"{tasks} tasks of srun on {nodes} nodes make no {count} islands: allowed are one"
+        raise ValueError(f"{found} task per island, or one per node and as many nodes per island")
+    rank, node = divmod(task, tasks // count)
+    names = hosts(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""))
+    main = names[task - node] if len(names) == tasks else "127.0.0.1"
+    # jobs may share a node, so each has a port of its own
+    own = attempt, tasks // count, node, main, 20_000 + job % 10_000, gpus
+    if array:
+        index, least, step, count = (
+            whole(env, f"SLURM_ARRAY_TASK_{name}", 1) for name in ("ID", "MIN", "STEP", "COUNT")
+        )
+        said, run = "SLURM_ARRAY_TASK_ID, SLURM_ARRAY_TASK_COUNT", env.get("SLURM_ARRAY_JOB_ID", "")
+        return [Place(said, (index - least) // step, count, run, "", *own)]
+    said = "SLURM_PROCID, SLURM_STEP_NUM_TASKS"
+    if one:  # of several jobs: a user alone knows how many, and a name for the run
+        return [Place(said, None, None, "", "", *own)]
+    # a batch script starts a store where it calls srun
+    launcher = env.get("SLURM_LAUNCH_NODE_IPADDR", "") if in_step else ""
+    store = f"{launcher}:{STORE_PORT}" if launcher else ""
+    return [Place(said, rank, count, f"{job}-{attempt}", store, *own)]
+
+
+def _mpi(env: Mapping[str, str]) -> list[Place]:
+    """An island is a process. PMIX_RANK comes without a count."""
+    names = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
+    return [
+        Place(f"{rank}, {size}".strip(", "), whole(env, rank, 0), whole(env, size, 0) or None)
+        for rank, size in (*names, ("PMIX_RANK", ""))
+        if rank in env
+    ]
+
+
+def _kubernetes(env: Mapping[str, str]) -> list[Place]:
+    """An island is a Job of a JobSet, with all its pods; without JOB_INDEX, and without ISLAND_RANK
+    by hand, a node of a TrainJob or a pod of an Indexed Job.
+    """
+    names = ("JOB_INDEX", "JOB_GLOBAL_INDEX"), ("PET_NODE_RANK", "JOB_COMPLETION_INDEX")
+    index, pod = (next((name for name in two if env.get(name)), "") for two in names)
+    if not index and not pod:
+        return []
+    jobset, store = env.get("JOBSET_NAME", ""), env.get("JOBSET_COORDINATOR", "")
+    store = f"{store}:{STORE_PORT}" if store and ":" not in store else store
+    seen = jobset, store, whole(env, "JOBSET_RESTART_ATTEMPT", 0)
+    node, nodes = whole(env, pod, 0), whole(env, "PET_NNODES", 1)
+    if not index and not env.get("ISLAND_RANK"):
+        count = nodes if "PET_NNODES" in env else None
+        return [Place(f"{pod}, PET_NNODES" if count else pod, node, count, *seen)]
+    first = f"{jobset}-{env.get('REPLICATED_JOB_NAME')}-{env.get('JOB_INDEX')}-0.{jobset}"
+    main = env.get("PET_MASTER_ADDR") or (first if jobset else "127.0.0.1")
+    own = (*seen, nodes, node, main, whole(env, "PET_MASTER_PORT", MAIN_PORT))
+    size = "REPLICATED_JOB_REPLICAS" if index == "JOB_INDEX" else ""
+    rank, count = whole(env, index, 0) if index else None, whole(env, size, 0) or None
+    return [Place(f"{index or pod}, {size}".strip(", "), rank, count, *own)]
+
+
+ENGINES = {"slurm": _slurm, "mpi": _mpi, "kubernetes": _kubernetes}
+
+
+def _place(engine: str, env: Mapping[str, str]) -> Place:
+    """What `engine` says, where no other engine says something else."""
+    places = ENGINES[engine](env)
+    if not places:
+        raise ValueError(f"no variable of {engine} says who this process is")
+    chosen = places[0]
+    if env.get("ISLAND_RANK") and env.get("ISLAND_COUNT"):
+        return chosen
+    for other, says in ENGINES.items():
+        with suppress(ValueError):  # what is wrong there is no matter where it is not asked
+            places = [*places, *(says(env) if other != engine else ())]
+    for place in places:
+        # srun, too, sets PMI_RANK
+        of_step = engine == "slurm" and str(place.rank) == env.get("SLURM_PROCID")
+        pairs = (chosen.rank, place.rank), (chosen.count, place.count)
+        differ = any(None not in two and two[0] != two[1] for two in pairs)
+        if differ and place.count != 1 and not of_step:
+            raise ValueError(
+                f"{chosen.said} say island {chosen.rank} of {chosen.count}, but {place.said} say "
+                f"{place.rank} of {place.count}: set ISLAND_RANK and ISLAND_COUNT, or unset what "
+                "does not count islands (env -u NAME)"
+            )
+    return chosen
+
+
+def told(
+    engine: str, env: Mapping[str, str], command: list[str]
+) -> tuple[dict[str, str], list[str]]:
+    """The variables ISLAND_* and PET_* that follow from what `engine` says, and `command` with what
+    it must be told of an island of several nodes. One line on stderr says what was chosen.
+
+    Raises:
+        ValueError: the engine says nothing, or something else than another one; a rank outside the
+            count; no count; no address of the store; a launcher that cannot be told.
+    """
+    place = _place(engine, env)
+    values = place.rank, place.count, place.run, place.store, place.attempt
+    names = ("ISLAND_RANK", "ISLAND_COUNT", "ISLAND_RUN", "ISLAND_ENDPOINT", ATTEMPT)
+    found = {n: str(v) for n, v in zip(names, values, strict=True) if v not in (None, "")}
+    hand = {name: env[name] for name in names if env.get(name, "").strip()}
+    found |= hand
+    try:
+        if missing := [name for name in names[:2] if name not in found]:
+            raise ValueError(f"no {missing[0]} in it: set {' and '.join(missing)} by hand")
+        if islands({**env, **found})[1] > 1:
+            endpoint(found)
+    except ValueError as error:
+        raise ValueError(f"{place.said}: {error}") from None
+    text = f"island {found['ISLAND_RANK']} of {found['ISLAND_COUNT']}"
+    if place.nodes > 1:
+        text += f", node {place.node} of {place.nodes} at {place.main}:{place.port}"
+    for name, word in zip(names[2:], ("run", "store", "start"), strict=True):
+        text += f", {word} {found[name]}" if found.get(name) else ""
+    text += f", by {place.said}" + (f"; set by hand: {', '.join(hand)}" if hand else "")
+    if place.nodes > 1 or "PET_NNODES" in env:
+        found |= {"PET_NNODES": str(place.nodes), "PET_NODE_RANK": str(place.node)}
+        found |= {"PET_MASTER_ADDR": place.main, "PET_MASTER_PORT": str(place.port)}
+    if place.procs:
+        found["PET_NPROC_PER_NODE"] = env.get("PET_NPROC_PER_NODE") or str(place.procs)
+    command = _several(place, {**env, **found}, command)
+    sys.stderr.write(f"fsdp_demo.launch: --from {engine}: {text}\n")
+    return found, command
+
+
+def _several(place: Place, env: Mapping[str, str], command: list[str]) -> list[str]:
+    """The command on a node: torchrun reads PET_*, `accelerate launch` does not. Flags that stand
+    there win.
+    """
+    if command[0] == "torchrun" or place.nodes == 1:
+        return command
+    if command[:2] != ["accelerate", "launch"]:
+        found = f"{command[0]} on an island of {place.nodes} nodes would start alone on each"
+        raise ValueError(f"{found}: allowed are torchrun and accelerate launch")
+    flags = f"num_machines={place.nodes} machine_rank={place.node} main_process_ip={place.main} "
+    flags += f"main_process_port={place.port}"
+    if procs := whole(env, "PET_NPROC_PER_NODE", 0):
+        flags += f" num_processes={place.nodes * procs}"
+    given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in command}
+    added = [f"--{flag}" for flag in flags.split() if flag.partition("=")[0] not in given]
+    return [*command[:2], *added, *command[2:]]
