@@ -95,9 +95,9 @@ class ChannelCodec:
         """Select and code a workspace (not changed): the section of the body uint8 [num_bytes], or
         None and the vectors fp32, which may be the workspace itself."""
         if self.codec.indexed:
-            chosen: list[Tensor] = []
+            chosen: list[Tensor] | None = [] if self.taken else None
             body = sparse.encode_sparse(self.layout, self.codec, work, chosen)
-            self._made = body, chosen
+            self._made = None if chosen is None else (body, chosen)
             return body, []
         parts = self._vectors(work, step)
         if not self.gathered:

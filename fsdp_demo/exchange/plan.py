@@ -173,7 +173,8 @@ def local_shape(shape: Sequence[int], shards: int, shard: int) -> tuple[int, ...
 # `inner_state`.
 
 OF_WINDOW = 14
-"""Bytes per element of a window that coding takes on an accelerator, at most."""
+"""Bytes per element of a window that coding takes on an accelerator, at most; 4 where positions are
+known to all."""
 
 
 @dataclass(frozen=True)
@@ -238,9 +239,12 @@ def plan_memory(
     pairs = zip(_totals(device, plan.cycle), _totals(host, plan.cycle), strict=True)
     parameters = sum(prod(local_shape(shape, shards, shard)) for _, shape in tensors)
     whole = Memory(parameters, *(figure for pair in pairs for figure in pair))
-    coded = max((s.layout.numel for s in plan.sections if s.gathered), default=0)
-    window = OF_WINDOW * min(coded, WINDOW_GPU * BLOCK) if staged else 0
-    return replace(whole, device_workspace=whole.device_workspace + window)
+    windows = [
+        min(s.layout.numel, WINDOW_GPU * BLOCK) * (OF_WINDOW if s.gathered else 4)
+        for s in plan.sections
+        if staged and (s.gathered or s.codec.seeded)
+    ]
+    return replace(whole, device_workspace=whole.device_workspace + max(windows, default=0))
 
 
 def _stages(config: ExchangeConfig) -> list[ExchangeConfig]:

@@ -73,7 +73,7 @@ def test_planner_choice_memory_limit() -> None:
     choice = choose(plan_rows(situation), situation)
     assert choice.reached and choice.row.device_bytes <= (whole + least) / 2
     _, _, reason, reached = taken(replace(LLAMA, memory_bytes=1e6))
-    assert not reached and reason.startswith("nothing fits into 0.001 GB: demo")
+    assert not reached and reason.startswith("nothing fits into 0.001 GB: random")
 
 
 def test_planner_choice_keeps_inner_optimizer() -> None:
