@@ -13,19 +13,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import figure_cells
 import pytest
 
 from benchmarks import bytes as counting
 from benchmarks import kept, published_bytes, tables, tables_costs, tables_links, tables_study
 from benchmarks import memory as remembering
 from fsdp_demo import Link, preset
+from study.methods import sign_muloco
 from tests.support import pages
-
-pytest.importorskip("transformers")  # shapes of the models
-
-import figure_cells  # noqa: E402
-
-from study.methods import sign_muloco  # noqa: E402
 
 ROOT = pages.ROOT
 FIGURES = ROOT / "benchmarks" / "figures"

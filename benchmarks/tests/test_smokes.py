@@ -17,8 +17,6 @@ import pytest
 
 from tests.support.programs import played
 
-pytest.importorskip("transformers")
-
 BENCHMARKS = Path(__file__).resolve().parents[1]
 ROOT = BENCHMARKS.parent
 FIGURE = r"([0-9][0-9.,]*)"
@@ -64,6 +62,7 @@ SMOKES = [
             f"all +1 +1 +[0-9.]+ +1 +{FIGURE} +0",  # survived; lost, back, none not back
             f"compared at {FIGURE} steps, 0 differ",
         ),
+        slow=True,  # the tests of test_chaos.py have its parts
     ),
     Smoke(
         "checkpoint.py",
