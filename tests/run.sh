@@ -42,7 +42,7 @@ again=${FSDP_DEMO_AGAIN:-0} status=0 first=()
 [ "$again" = 0 ] || first=(--cache-clear)
 "$python" -m pytest "${words[@]}" "${first[@]+"${first[@]}"}" || status=$?
 
-# Two workers with several ranks each, on a machine that others use: a test may fail for want of time alone. It is named.
+# Several workers with several ranks each, on a machine that others use: a test may fail for want of time alone. It is named.
 if [ "$status" = 1 ] && [ "$again" != 0 ]; then
     names=$("$python" -c 'import json, sys; print(*json.load(sys.stdin), sep="\n")' < .pytest_cache/v/cache/lastfailed)
     if [ "$(printf '%s\n' "$names" | wc -l)" -le "$again" ]; then
