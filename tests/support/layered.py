@@ -18,7 +18,7 @@ from torch import nn
 
 import fsdp_demo
 
-from . import probe, threads
+from . import probe
 
 Tensors = dict[str, torch.Tensor]
 LAYERS = 5
@@ -138,12 +138,6 @@ class Small(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
-
-
-def before_ranks() -> None:
-    """The first steps of both models in two shards."""
-    threads.optimize_once(Layered)
-    threads.optimize_once(Small)
 
 
 def small_loss(bf16: bool) -> Callable[..., torch.Tensor]:

@@ -20,7 +20,6 @@ from torch import nn
 
 import fsdp_demo
 
-from . import threads
 from .ranks import encode
 
 SHAPES = {
@@ -83,11 +82,6 @@ class Probe(nn.Module):
             else:
                 total = total + (getattr(self, name) * value).sum()
         return total
-
-
-def before_ranks() -> None:
-    """The first steps of a probe in two shards."""
-    threads.optimize_once(Probe)
 
 
 def integers(key: Any, shape: Any) -> torch.Tensor:

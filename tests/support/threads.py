@@ -12,12 +12,7 @@ import functools
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
 
 # What torch imports at the first optimizer or fully_shard: once before the first fork, instead of
 # 0.8 s in every rank.
@@ -144,42 +139,18 @@ def _shard_once() -> None:
     a rank.
     """
     import torch
-
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
-    with _sharded(model):
-        model(torch.ones(4, 8)).sum().backward()
-
-
-@functools.cache
-def optimize_once(make: Callable[[], torch.nn.Module]) -> None:
-    """Step the usual optimizers on a model in two shards: how torch's operations treat a shard, it
-    works out anew for each operation and shape. That was half of what a rank of a short run did.
-    """
-    import torch
-
-    for inner, options in (("AdamW", {}), ("SGD", {}), ("SGD", {"momentum": 0.9})):
-        model = make()
-        with _sharded(model):
-            params = [p for p in model.parameters() if p.requires_grad]
-            optimizer = getattr(torch.optim, inner)(params, lr=0.1, weight_decay=0.1, **options)
-            for _ in range(2):  # the second finds a momentum
-                for p in params:
-                    p.grad = torch.zeros_like(p)
-                torch.nn.utils.clip_grad_norm_(params, 1.0)
-                optimizer.step()
-
-
-@contextlib.contextmanager
-def _sharded(model: torch.nn.Module) -> Iterator[None]:
-    """The model in two shards, of which this process has the first and nobody the second."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-        yield
-    finally:
-        dist.destroy_process_group()
+    # Sizes that no test has: for each shape torch keeps the mesh it met first, and this one knows
+    # rank 0 only. With it rank 1 took its shard of a tensor for the first.
+    model = torch.nn.Sequential(torch.nn.Linear(23, 29), torch.nn.LayerNorm(29))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4, 23)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    dist.destroy_process_group()
