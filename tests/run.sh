@@ -3,7 +3,7 @@
 #   --fast              only tests that start no process: an answer in a minute
 #   --benchmarks        the tests below benchmarks/ in place of those below tests/
 #   FSDP_DEMO_SLOW=1    the slow tests, too
-#   FSDP_DEMO_JOBS=0    one test after another; default: two workers
+#   FSDP_DEMO_JOBS=0    one test after another; default: three workers, two with --fast
 #   FSDP_DEMO_AGAIN=5   up to so many tests that failed are run once more, alone, and count then; default: 0
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -33,15 +33,16 @@ unset PYTHONDONTWRITEBYTECODE
 "$python" -m compileall -q fsdp_demo deepspeed_ext recipes benchmarks
 
 # Whole files go to a worker, whose rank server then has their imports; tests without processes go to the worker that is free.
-selection="" dist=loadfile
+# Three workers keep two cores busy: ranks wait for each other a third of their time.
+selection="" dist=loadfile jobs=3
 [ "${FSDP_DEMO_SLOW:-0}" = 1 ] || selection="not slow"
-[ "$fast" = 0 ] || { selection="not ranks and not launch and not slow"; dist=worksteal; }
-words=(-n "${FSDP_DEMO_JOBS:-2}" --dist "$dist" -m "$selection" "${words[@]+"${words[@]}"}")
+[ "$fast" = 0 ] || { selection="not ranks and not launch and not slow"; dist=worksteal jobs=2; }
+words=(-n "${FSDP_DEMO_JOBS:-$jobs}" --dist "$dist" -m "$selection" "${words[@]+"${words[@]}"}")
 again=${FSDP_DEMO_AGAIN:-0} status=0 first=()
 [ "$again" = 0 ] || first=(--cache-clear)
 "$python" -m pytest "${words[@]}" "${first[@]+"${first[@]}"}" || status=$?
 
-# Two workers with several ranks each, on a machine that others use: a test may fail for want of time alone. It is named.
+# Several workers with several ranks each, on a machine that others use: a test may fail for want of time alone. It is named.
 if [ "$status" = 1 ] && [ "$again" != 0 ]; then
     names=$("$python" -c 'import json, sys; print(*json.load(sys.stdin), sep="\n")' < .pytest_cache/v/cache/lastfailed)
     if [ "$(printf '%s\n' "$names" | wc -l)" -le "$again" ]; then

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from .oracles import blocks, dct, dense, presets, quantise, topk, wire
-from .oracles.replicas import warmed
 
 
 def test_oracle_dct_is_the_double_sum():
@@ -23,14 +22,6 @@ def test_oracle_dct_is_the_double_sum():
         assert torch.allclose(
             dct.basis(n) @ dct.basis(n).T, torch.eye(n, dtype=torch.float64), atol=1e-12
         )
-
-
-def test_oracle_dct_of_a_constant():
-    """The DCT of a constant is one coefficient."""
-    coefficients = dct.dct2(torch.full((3, 64), 2.0, dtype=torch.float64))
-    assert abs(float(coefficients[0, 0]) - 2 * math.sqrt(3 * 64)) < 1e-12
-    coefficients[0, 0] = 0
-    assert coefficients.abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("shape, sizes, dense", [
@@ -55,24 +46,6 @@ def test_oracle_blocks(shape, sizes, dense):
     assert len(rest) == dense
     every = torch.cat([b.reshape(-1) for b in cuts] + [rest])
     assert sorted(every.tolist()) == list(range(math.prod(shape)))
-
-
-def test_oracle_blocks_without_a_transform_are_flat():
-    """Blocks without a transform are flat runs of 4096 elements."""
-    assert [tuple(b.shape) for b in blocks.cut((128, 250), flat=True)[0]] == [(64, 64)] * 7 + [
-        (52, 64)
-    ]
-    assert blocks.cut((128, 250), flat=True)[0][1].reshape(-1).tolist() == list(range(4096, 8192))
-
-
-def test_oracle_shards_are_torch_chunks():
-    """Shards are the chunks of torch.chunk."""
-    for rows, shards in ((5, 2), (3, 2), (1, 2), (7, 4), (8, 4), (5, 4)):
-        t = torch.arange(rows * 3.0).reshape(rows, 3)
-        parts = blocks.shard_rows(t, shards)
-        assert len(parts) == shards and torch.equal(torch.cat(parts), t)
-        chunks = torch.chunk(t, shards)
-        assert all(torch.equal(a, b) for a, b in zip(parts, chunks, strict=False))
 
 
 def test_oracle_topk_ties_go_to_the_lower_position():
@@ -208,12 +181,6 @@ def test_oracle_diloco_is_torch_sgd_on_the_pseudo_gradient():
     assert close(method.theta[0], anchor) and close(method.theta[1], anchor)
 
 
-def test_oracle_decoupled_momentum_with_everything_kept():
-    """`decoupled_momentum` that keeps all coefficients is averaging."""
-    method = trained(presets.DecoupledMomentum, period=2, coding=everything())
-    assert close(method.theta[0], trained(presets.Full).theta[0])
-
-
 def test_oracle_released_rule_conserves_the_sum():
     """The sum of the accumulators after an exchange is beta * sum before + sum of T(D), if the
     divisor is R; it is more with senders.
@@ -336,12 +303,6 @@ def test_oracle_streaming_with_one_fragment_is_diloco(warmup):
     assert [f.offset for f in c.fragments] == [0, 0, 1]
 
 
-def test_oracle_momentum_warms_up():
-    """The outer momentum rises over the warm-up."""
-    assert [warmed(0.9, 3, n) for n in (1, 2, 4, 9)] == [0.0, 0.9 * 1 / 3, 0.9, 0.9]
-    assert warmed(0.9, 0, 1) == 0.9
-
-
 def test_oracle_fragments_by_hand():
     """Fragments are those assigned by hand."""
     names = ["embed.weight", "h.0.w", "h.0.b", "h.1.w", "h.2.w", "h.3.w", "h.4.w", "norm.2x.weight"]
@@ -358,16 +319,6 @@ def test_oracle_fragments_by_hand():
         ["h.4.w"],
         last,
     ]
-
-
-def test_oracle_streaming_with_mix_one_is_training_alone():
-    """A replica that keeps all of its local parameters trains alone."""
-    method = trained(presets.Streaming, 2, sgd, 6, period=2, delay=1, mix=1.0)
-    for r in range(2):
-        alone = presets.Full(start(), 1, sgd)
-        for t in range(6):
-            alone.step([gradients(t, r)])
-        assert close(method.theta[r], alone.theta[0])
 
 
 @pytest.mark.parametrize("delay", [0, 2, 4, 6])
@@ -407,15 +358,6 @@ def test_oracle_own_share_is_an_eager_update(lr, momentum, same):
     assert torch.allclose(found, anchor, atol=1e-10) is same
 
 
-def test_oracle_finish_leaves_the_replicas_at_the_anchor():
-    """finish() leaves the replicas at the anchor."""
-    method = trained(
-        presets.Streaming, 2, sgd, 7, period=3, lr=1.0, momentum=0.0, delay=3, mix=0.25
-    )
-    method.finish()
-    assert close(method.theta[0], method.theta[1]) and not any(f.flying for f in method.fragments)
-
-
 def test_oracle_delayed_gradients_arrive_in_order():
     """Delayed gradients arrive late and in order."""
     for make in (presets.Full, presets.Demo):
@@ -447,14 +389,6 @@ def test_oracle_dense_codes_are_those_of_single_values(code):
     assert torch.equal(dense.coded(values, code), quantise.dequantised(values, code))
     assert dense.coded(values[:0], code).shape == (0,)
     assert dense.coded(values.double(), code).dtype == torch.float64
-
-
-def test_oracle_dense_gathers_for_few_replicas():
-    """Low codes are gathered as long as there are few replicas."""
-    assert [r for r in range(1, 8) if dense.gathers("2bit", r)] == [1, 2, 3, 4, 5]
-    assert [r for r in range(1, 8) if dense.gathers("int4", r)] == [1, 2, 3]
-    assert [r for r in range(1, 12) if dense.gathers("1bit", r)] == list(range(1, 10))
-    assert not dense.gathers("int8", 2) and not dense.gathers("fp32", 2)
 
 
 def test_oracle_dense_mean_is_of_what_arrives():
@@ -495,18 +429,6 @@ def test_oracle_muloco_is_diloco_with_error_feedback():
 # -- sparse --------------------------------------------------------------------------------------
 
 
-def test_oracle_random_with_all_positions_is_full():
-    """All positions sent are all coefficients: `full`."""
-
-    def every(exchange, name, shard):
-        return torch.ones(SHAPES[name], dtype=torch.bool)
-
-    for transform in (True, False):
-        coding = presets.Coding(code="fp32", transform=transform, senders=False, positions=every)
-        method = trained(presets.Demo, sign=False, coding=coding)
-        assert close(method.theta[0], trained(presets.Full).theta[0])
-
-
 def test_oracle_random_with_half_the_positions():
     """Half the positions of a block come a step late."""
 
@@ -524,12 +446,6 @@ def test_oracle_random_with_half_the_positions():
     got = method.theta[0]["weight"].detach().reshape(-1)[:4096]
     assert torch.allclose(got[1::2], now[1::2], atol=1e-10)
     assert torch.allclose(got[0::2], before[0::2], atol=1e-10)
-
-
-def test_oracle_sparse_loco_with_everything_kept():
-    """`sparse_loco` that keeps all coefficients is averaging."""
-    method = trained(presets.SparseLoCo, period=2, k=4096, code="fp32", clip_blocks=False)
-    assert close(method.theta[0], trained(presets.Full).theta[0])
 
 
 def test_oracle_block_norms_are_clipped_to_their_median():
@@ -568,32 +484,7 @@ def test_oracle_demo_v2_with_everything_kept():
         assert torch.allclose(method.theta[0][n].detach(), p.double() - 0.1 * moved)
 
 
-def test_oracle_full_average_moves_no_mean():
-    """A full average now and then moves no mean."""
-    coding = presets.Coding(k=16, code="fp32", senders=False)
-    methods = [
-        presets.DecoupledMomentum(
-            start(), 3, sgd, rule="released", period=1, coding=coding, average_every=every
-        )
-        for every in (0, 3)
-    ]
-    for t in range(5):
-        for method in methods:
-            method.step([gradients(t, r) for r in range(3)])
-        assert close(methods[1].theta[0], methods[1].theta[2]) == (t == 2)
-        assert close(mean_theta(methods[0]), mean_theta(methods[1]))
-
-
 # -- learning rate, clipping ---------------------------------------------------------------------
-
-
-def test_oracle_schedule_is_a_factor_of_the_rate():
-    """The schedule is a factor of the rate."""
-    method = trained(presets.Full, 1, sgd, schedule=lambda t: float(t == 1))
-    for n, p in start().items():
-        assert torch.allclose(
-            method.theta[0][n].detach(), p.double() - 0.1 * gradients(1, 0)[n].double()
-        )
 
 
 def test_oracle_clip_by_own_norm_or_by_all():

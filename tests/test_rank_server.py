@@ -13,11 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
 
 from fsdp_demo.store.client import StoreClient
 
 from .support import guard, kinds, ranks, stores, threads
-from .support.inside import in_a_process
+from .support.inside import in_a_process, in_ranks
 
 LIMIT = 1  # patched below
 
@@ -118,6 +120,19 @@ def test_rank_server_death_is_named_and_replaced(run_ranks, rank_server):
     with pytest.raises(RuntimeError, match="the rank server died"):
         run_ranks(lambda: os.kill(os.getppid(), signal.SIGKILL), 1, 1)
     assert run_ranks(lambda me: me.rank, 2, 1) == [0, 1]
+
+
+@in_ranks(1, 2)
+def test_rank_server_leaves_no_mesh_of_its_own(me):
+    """What torch makes of a shard knows this rank's place, whatever the server did before."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    fully_shard(model, mesh=me.mesh())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    for p in model.parameters():
+        for made in (p, p.detach(), optimizer.state[p]["exp_avg"]):
+            assert made.device_mesh.get_coordinate() == (me.proc,)
 
 
 SESSION = """

@@ -1,10 +1,11 @@
 """What all tests of the benchmarks share: where plain imports find the study, the recipes and the
-figures of docs/; torch's own Muon.
+figures of docs/; torch's own Muon. Without the extra `hf` nothing here is collected.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 # at the end: `tests` is the folder of the repository, not the one beside the study
 sys.path += [str(ROOT / folder) for folder in ("recipes", "benchmarks", "docs/figures")]
+collect_ignore_glob = [] if find_spec("transformers") else ["test_*.py"]
 
 
 @pytest.fixture(autouse=True)

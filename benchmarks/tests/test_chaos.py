@@ -18,14 +18,12 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("zmq")
+from benchmarks import chaos
+from benchmarks.chaos_events import KINDS, Storm, plan
+from benchmarks.chaos_facts import Tape, at_tokens, draw_storm, spans
+from benchmarks.chaos_relay import Delay, Links, address
 
 SCRIPT = Path(__file__).parents[1] / "chaos.py"
-
-from benchmarks import chaos  # noqa: E402
-from benchmarks.chaos_events import KINDS, Storm, plan  # noqa: E402
-from benchmarks.chaos_facts import Tape, at_tokens, draw_storm, spans  # noqa: E402
-from benchmarks.chaos_relay import Delay, Links, address  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(

@@ -13,19 +13,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import figure_cells
 import pytest
 
 from benchmarks import bytes as counting
 from benchmarks import kept, published_bytes, tables, tables_costs, tables_links, tables_study
 from benchmarks import memory as remembering
-from fsdp_demo import Link, preset
+from fsdp_demo import preset
+from study.methods import sign_muloco
 from tests.support import pages
-
-pytest.importorskip("transformers")  # shapes of the models
-
-import figure_cells  # noqa: E402
-
-from study.methods import sign_muloco  # noqa: E402
 
 ROOT = pages.ROOT
 FIGURES = ROOT / "benchmarks" / "figures"
@@ -150,23 +146,6 @@ def shapes() -> Callable[[str], Any]:
     """Names and shapes of a model of recipes/models, made once."""
     kept: dict[str, Any] = {}
     return lambda name: kept.setdefault(name, counting.load(name))
-
-
-def test_figures_bytes_are_what_the_planner_counts(shapes: Callable[[str], Any]) -> None:
-    """The table of bytes per preset is what the planner counts."""
-    facts = kept.load("bytes.json")["presets"]
-    assert (facts["model"], facts["islands"], facts["shards"]) == ("llama-3.2-1b", 3, 1)
-    link = Link.parse(facts["link"])
-    made = {e.preset: e for e in counting.entries(shapes("llama-3.2-1b"), 3, 1, link)}
-    assert list(made) == [row["preset"] for row in facts["rows"]]
-    for row in facts["rows"]:
-        entry = made[row["preset"]]
-        assert {key: row[key] for key in ("settings", "sent", "received", "messages")} == {
-            key: getattr(entry, key) for key in ("settings", "sent", "received", "messages")
-        }
-        assert row["sent_per_step"] == pytest.approx(entry.sent_per_step) and row[
-            "seconds"
-        ] == pytest.approx(entry.seconds)
 
 
 def test_figures_sign_muloco_has_what_the_study_chose() -> None:

@@ -16,23 +16,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-pytest.importorskip("transformers")
-
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "benchmarks" / "peers.py"
-
-import torch  # noqa: E402
-
-from benchmarks import (  # noqa: E402
+from benchmarks import (
     hotpath,
     kept,
     peers,
     tables,
 )
-from benchmarks import network_lab as lab  # noqa: E402
-from benchmarks.peers_twins import PEERS  # noqa: E402
-from fsdp_demo import Link  # noqa: E402
+from benchmarks import network_lab as lab
+from benchmarks.peers_twins import PEERS
+from fsdp_demo import Link
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "peers.py"
 
 
 def call(monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: str) -> tuple[int, str, str]:

@@ -15,14 +15,12 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
+from benchmarks import network_lab as lab
+from benchmarks import slow_link
+from fsdp_demo import Link, preset
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "slow_link.py"
-
-from benchmarks import network_lab as lab  # noqa: E402
-from benchmarks import slow_link  # noqa: E402
-from fsdp_demo import Link, preset  # noqa: E402
 
 
 def call(monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: str) -> tuple[int, str, str]:

@@ -1,5 +1,6 @@
 """Every program of benchmarks/ once, at its smallest: it ends with status 0, and its table has
-figures. Whoever adds a program adds a line here. The usual run of the tests has this file.
+figures. Whoever adds a program adds a line here. The usual run of the tests has this file, but for
+the slow ones.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ import pytest
 
 from tests.support.programs import played
 
-pytest.importorskip("transformers")
-
 BENCHMARKS = Path(__file__).resolve().parents[1]
 ROOT = BENCHMARKS.parent
 FIGURE = r"([0-9][0-9.,]*)"
@@ -33,7 +32,7 @@ class Smoke:
         script: below benchmarks/. words: its arguments; FOLDER is an empty folder.
         says: patterns of what it prints, each of which must be found.
         ranks: (islands, processes of each) that run it; with one it has no variables of a launcher.
-        needs: a package without which it is left out. slow: it takes most of a minute.
+        needs: a package without which it is left out. slow: it takes over five seconds of a core.
     """
 
     script: str
@@ -64,6 +63,7 @@ SMOKES = [
             f"all +1 +1 +[0-9.]+ +1 +{FIGURE} +0",  # survived; lost, back, none not back
             f"compared at {FIGURE} steps, 0 differ",
         ),
+        slow=True,  # the tests of test_chaos.py have its parts
     ),
     Smoke(
         "checkpoint.py",
@@ -77,6 +77,7 @@ SMOKES = [
         "idle.py",
         "--steps 1 --tensors 10",
         ("tensors +median, us", figures("1 +10", 2), figures("2 +100", 2)),
+        slow=True,
     ),
     Smoke(
         "link.py",

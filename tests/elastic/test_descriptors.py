@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("zmq")
-
-from fsdp_demo.elastic import descriptors  # noqa: E402
-from fsdp_demo.elastic.connect import Limits, PeerPosition, newcomer_peers, starting_peers  # noqa: E402
-from fsdp_demo.elastic.join_server import num_connections  # noqa: E402
-from fsdp_demo.errors import PeerLost  # noqa: E402
-from fsdp_demo.net.tcp import raise_to  # noqa: E402
-from fsdp_demo.peers.poller import Poller  # noqa: E402
-from fsdp_demo.peers.zeromq import Meeting  # noqa: E402
+from fsdp_demo.elastic import descriptors
+from fsdp_demo.elastic.connect import Limits, PeerPosition, newcomer_peers, starting_peers
+from fsdp_demo.elastic.join_server import num_connections
+from fsdp_demo.errors import PeerLost
+from fsdp_demo.net.tcp import raise_to
+from fsdp_demo.peers.poller import Poller
+from fsdp_demo.peers.zeromq import Meeting
 
 from ..support.inside import in_ranks
 

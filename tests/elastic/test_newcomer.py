@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("zmq", reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'")
-
 from fsdp_demo import PeerLost
 from fsdp_demo.elastic import agreement, newcomer, peer_group
 from fsdp_demo.elastic.join_server import JoinServer

@@ -51,7 +51,6 @@ def test_load_state_dict_all_islands(topology: Any, name: str) -> None:
 
 def test_load_state_dict_elastic(run_ranks: Any) -> None:
     """A run whose islands come and go can be taken back as well."""
-    pytest.importorskip("zmq")
     for name in ("demo, in flight", "diloco, in flight"):
         run_ranks(lambda me, name=name: rolled_back(fsdp_demo.Topology.from_env(), name), 2, 1)
 

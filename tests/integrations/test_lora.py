@@ -10,15 +10,12 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
+from fsdp_demo import ring_all_reduce_bytes
+from fsdp_demo.runlog.files import load
 
-from fsdp_demo import ring_all_reduce_bytes  # noqa: E402
-from fsdp_demo.runlog.files import load  # noqa: E402
-
-from ..support import pages  # noqa: E402
-from ..support import trainer_script as script  # noqa: E402
-from ..support.inside import in_ranks  # noqa: E402
+from ..support import pages
+from ..support import trainer_script as script
+from ..support.inside import in_ranks
 
 needs_peft = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None, reason="the example needs peft: pip install peft"

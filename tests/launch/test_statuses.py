@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("zmq")
-
 ROOT = Path(__file__).parents[2]
 
 PARENT = """

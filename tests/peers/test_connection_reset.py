@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import time
 
-import pytest
+import zmq
 
 from ..support.inside import in_a_process
 from ..support.relay import Relay
-
-zmq = pytest.importorskip("zmq")
 
 LONG = 20.0
 """Seconds, longer than `tcp.NAT`: a heartbeat of the library's own would come within."""

@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("zmq")
-
-
 from ..elastic.test_lossy_links import Network, through
 from ..support.elastic import Islands, agree, exchanged
 from ..support.inside import in_a_process

@@ -6,13 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
-
-from accelerate.commands.config.config_args import load_config_from_file  # noqa: E402
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser  # noqa: E402
-from accelerate.utils.launch import prepare_multi_gpu_env  # noqa: E402
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"

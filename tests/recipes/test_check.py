@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
-
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
 

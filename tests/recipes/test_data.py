@@ -1,21 +1,13 @@
 """The recipes' data: packing, tokenizers, files, streams, and the part of each island."""
 
 import json
-import sys
 import sysconfig
-from pathlib import Path
 
+import data
+import datasets
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-datasets = pytest.importorskip("datasets")
-
-RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
-
-import data  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 TOKENIZER = data.ByteTokenizer()

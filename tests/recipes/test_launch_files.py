@@ -13,11 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
-
-
-from fsdp_demo.launch.processes import reserve_port  # noqa: E402
+from fsdp_demo.launch.processes import reserve_port
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"

@@ -2,18 +2,10 @@
 
 import json
 import shutil
-import sys
-from pathlib import Path
 
+import data
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
-RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
-
-import data  # noqa: E402
 
 TOKENIZER = data.ByteTokenizer()
 

@@ -6,19 +6,13 @@ import contextlib
 import io
 import json
 import os
-import sys
 from pathlib import Path
 
+import data
+import datasets
 import numpy as np
+import prepare_data
 import pytest
-
-pytest.importorskip("transformers")
-datasets = pytest.importorskip("datasets")
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-
-import data  # noqa: E402
-import prepare_data  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 TOKENIZER = data.ByteTokenizer()

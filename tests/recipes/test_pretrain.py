@@ -5,19 +5,12 @@ tested by `test_quickstart.py`.
 import json
 import math
 import sys
-from pathlib import Path
 
+import data
+import datasets
 import pytest
+import report
 import torch
-
-pytest.importorskip("transformers")
-datasets = pytest.importorskip("datasets")
-
-RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
-
-import data  # noqa: E402
-import report  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 TOKENIZER = data.ByteTokenizer()

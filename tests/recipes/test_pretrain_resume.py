@@ -10,27 +10,23 @@ import signal
 import sys
 from pathlib import Path
 
+import data
+import datasets
+import pretrain  # imported before the first fork
+import pretrain_parts
 import pytest
+import report
 import torch
 import torch.distributed.checkpoint  # before the first fork: it takes a second
 from safetensors.torch import load_file
 
-pytest.importorskip("transformers")
-datasets = pytest.importorskip("datasets")
+import fsdp_demo
+from fsdp_demo.exchange.runtime import StepRuntime
+from fsdp_demo.hosts.base import local_part
+
+from ..support.cases import named
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
-
-import data  # noqa: E402
-import pretrain  # noqa: E402 (imported before the first fork)
-import pretrain_parts  # noqa: E402
-import report  # noqa: E402
-
-import fsdp_demo  # noqa: E402
-from fsdp_demo.exchange.runtime import StepRuntime  # noqa: E402
-from fsdp_demo.hosts.base import local_part  # noqa: E402
-
-from ..support.cases import named  # noqa: E402
 
 STEPS = 10
 # What makes a preset act within ten steps, and where it is stopped: between exchanges, or with a

@@ -13,13 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
+from fsdp_demo import Exchange, NotFinite, PeerLost
+from fsdp_demo.checkpoint import RunState, run_state
 
-from fsdp_demo import Exchange, NotFinite, PeerLost  # noqa: E402
-from fsdp_demo.checkpoint import RunState, run_state  # noqa: E402
-
-from .test_pretrain_resume import RECIPES, source, train  # noqa: E402, F401
+from .test_pretrain_resume import RECIPES, source, train  # noqa: F401
 
 ONE = {"islands": 2, "procs": 1, "timeout": 100, "env": {"LOCAL_RANK": "-1"}}  # without a launcher
 DILOCO = ["--no-shard", "--exchange", "diloco", "--set", "period=4"]

@@ -12,17 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from data import ByteTokenizer, load_data
 
-pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
+from ..support.inside import in_ranks
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
-sys.path.insert(0, str(RECIPES))
-
-from data import ByteTokenizer, load_data  # noqa: E402
-
-from ..support.inside import in_ranks  # noqa: E402
 
 UNTRAINED = math.log(258)
 

@@ -5,28 +5,20 @@ comparison.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import compare
 import pytest
+import report
 import torch
 
-pytest.importorskip("transformers")
+from fsdp_demo.exchange.ledger import LedgerPage, Moved
+from fsdp_demo.exchange.readings import Activity
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
-
-
-import compare  # noqa: E402
-import report  # noqa: E402
-
-from fsdp_demo.exchange.ledger import LedgerPage, Moved  # noqa: E402
-from fsdp_demo.exchange.readings import Activity  # noqa: E402
-
-from .test_pretrain import tiny  # noqa: E402
+from .test_pretrain import tiny
 
 PARAMETERS = 1000
 

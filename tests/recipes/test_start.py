@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 pytest.importorskip("psutil")
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "recipes"))
 
 from start import Start  # noqa: E402
 

@@ -7,22 +7,18 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import model
+import pretrain_trainer
 import pytest
 import torch
+import wrong_use
+from pretrain_parts import Arguments
+from transformers import HfArgumentParser
 
-pytest.importorskip("transformers")
+import fsdp_demo
+from fsdp_demo.errors import Mismatch, NeedsDecision, PeerLost
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
-
-import model  # noqa: E402
-import pretrain_trainer  # noqa: E402
-import wrong_use  # noqa: E402
-from pretrain_parts import Arguments  # noqa: E402
-from transformers import HfArgumentParser  # noqa: E402
-
-import fsdp_demo  # noqa: E402
-from fsdp_demo.errors import Mismatch, NeedsDecision, PeerLost  # noqa: E402
 
 
 class Left(BaseException):

@@ -147,7 +147,6 @@ def test_start_with_another_count_opens_the_next_attempt(
     """Another number of islands opens the next attempt where the islands of the last one are gone.
     Two islands have stopped; the run goes on with three, and the new one comes first.
     """
-    pytest.importorskip("zmq")
     monkeypatch.setattr(starting, "BEATS", 3.5)
     store, found = dist.HashStore(), dict[int, Any]()
     above = WorldStore(store, "the test", 5.0)
@@ -223,7 +222,6 @@ def test_start_behind_dead_islands_opens_the_next_attempt() -> None:
     """A machine that was away for all of an attempt, whose islands are gone, begins the next one
     with them: it does not join it, and its checkpoint has a say.
     """
-    pytest.importorskip("zmq")
     store, found = dist.HashStore(), dict[int, Any]()
     above = WorldStore(store, "the test", 5.0)
     above.set("run/attempt", "0")

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch.distributed as dist
+import zmq
 
 from fsdp_demo.errors import PeerLost, StoreSilent, WireError
 from fsdp_demo.store import client
@@ -37,9 +38,6 @@ from ..support.inside import in_a_process
 from ..support.refused import refusal
 from ..support.relay import Relay
 from ..support.threaded import at_once
-
-zmq = pytest.importorskip("zmq")
-
 
 # ---- what it answers ---------------------------------------------------------------------------
 

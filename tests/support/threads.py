@@ -145,10 +145,12 @@ def _shard_once() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    # Sizes that no test has: for each shape torch keeps the mesh it met first, and this one knows
+    # rank 0 only. With it rank 1 took its shard of a tensor for the first.
+    model = torch.nn.Sequential(torch.nn.Linear(23, 29), torch.nn.LayerNorm(29))
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(4, 8)).sum().backward()
+    model(torch.ones(4, 23)).sum().backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     dist.destroy_process_group()

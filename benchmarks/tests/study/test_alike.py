@@ -13,12 +13,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-
-from study import alike, chosen  # noqa: E402
-from study import results as study_results  # noqa: E402
-from study import study as script  # noqa: E402
-from study.cells import Run  # noqa: E402
+from study import alike, chosen
+from study import results as study_results
+from study import study as script
+from study.cells import Run
 
 Command = Callable[..., tuple[int, str]]
 WORDS = ("--table", "front", "--only", "local_sgd H=5", "--seeds", "1")

@@ -6,14 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("transformers")
+from study import run as study_run
+from study import states as study_states
+from study.cells import Cell, Run
 
-from study import run as study_run  # noqa: E402
-from study import states as study_states  # noqa: E402
-from study.cells import Cell, Run  # noqa: E402
-
-from . import test_study  # noqa: E402
-from .test_study import CELLS, SHORT  # noqa: E402
+from . import test_study
+from .test_study import CELLS, SHORT
 
 AFTER = 3
 """The step after which the runs here are interrupted; of five."""

@@ -12,36 +12,33 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from model import load_model
+from pretrain_parts import Arguments, schedule
+from torch.optim.lr_scheduler import LambdaLR
 
-pytest.importorskip("transformers")
+from fsdp_demo import attach, base_optimizer
+from fsdp_demo.compression import transform as transforms
+from fsdp_demo.compression.blocks import EDGE, Layout
+from fsdp_demo.config import parts as checks
+from study import cells as study_cells
+from study import chosen
+from study import gain as study_gain
+from study import jobs as study_jobs
+from study import methods as study_methods
+from study import precision as study_precision
+from study import results as study_results
+from study import rounds as study_rounds
+from study import run as study_run
+from study import show as study_show
+from study import stats as study_stats
+from study import study as script
+from study import texts as study_texts
+from study import transforms as study_transforms
+from study.cells import Cell, Run, Setting
+from tests.oracles.dct import basis
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "benchmarks" / "study" / "study.py"
-
-from model import load_model  # noqa: E402
-from pretrain_parts import Arguments, schedule  # noqa: E402
-from torch.optim.lr_scheduler import LambdaLR  # noqa: E402
-
-from fsdp_demo import attach, base_optimizer  # noqa: E402
-from fsdp_demo.compression import transform as transforms  # noqa: E402
-from fsdp_demo.compression.blocks import EDGE, Layout  # noqa: E402
-from fsdp_demo.config import parts as checks  # noqa: E402
-from study import cells as study_cells  # noqa: E402
-from study import chosen  # noqa: E402
-from study import gain as study_gain  # noqa: E402
-from study import jobs as study_jobs  # noqa: E402
-from study import methods as study_methods  # noqa: E402
-from study import precision as study_precision  # noqa: E402
-from study import results as study_results  # noqa: E402
-from study import rounds as study_rounds  # noqa: E402
-from study import run as study_run  # noqa: E402
-from study import show as study_show  # noqa: E402
-from study import stats as study_stats  # noqa: E402
-from study import study as script  # noqa: E402
-from study import texts as study_texts  # noqa: E402
-from study import transforms as study_transforms  # noqa: E402
-from study.cells import Cell, Run, Setting  # noqa: E402
-from tests.oracles.dct import basis  # noqa: E402
 
 SHORT = Setting("tiny", steps=5, batch=2, length=32, warmup=2, held_out=4, precision="fp32")
 CELLS = [
