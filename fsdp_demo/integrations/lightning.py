@@ -19,8 +19,10 @@ import warnings
 from collections.abc import Callable, Sized
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from ..attaching import attach, settled
@@ -38,6 +40,7 @@ from ..rendezvous.topology import Topology
 from ..runlog.record import tracked
 from ..status import tell_of_training
 from .data import tokens_in
+from .record import TrainingRecord
 
 log = logging.getLogger("fsdp_demo")
 
@@ -79,6 +82,9 @@ class ExchangeCallback(_Callback):
         self._trainer: Any = None
         self._state: Any = None
         self._active, self._saved = False, -1
+        self._losses: list[Any] = []  # of micro-batches since the last line
+        self._numbers: dict[str, float] = {}
+        self._record: TrainingRecord | None = None  # in one process
         self._shown, self._guarded = ExitStack(), ExitStack()
 
     @property
@@ -111,12 +117,11 @@ class ExchangeCallback(_Callback):
         kinds = {kind.__name__ for kind in type(trainer.strategy).__mro__}
         works = kinds & {"SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"}
         works -= {"DDPStrategy"} if "DeepSpeedStrategy" in kinds else set()
-        wide = getattr(trainer.strategy, "_tensor_parallel_size", 1) > 1
+        works = works if getattr(trainer.strategy, "_tensor_parallel_size", 1) == 1 else set()
         checks = {
             "two ExchangeCallbacks: take one of them out": others,
             f"{type(trainer.strategy).__name__}: take DDPStrategy or, which is FSDP2, "
-            "ModelParallelStrategy(data_parallel_size=N, tensor_parallel_size=1)": not works
-            or wide,
+            "ModelParallelStrategy(data_parallel_size=N, tensor_parallel_size=1)": not works,
             "automatic_optimization=False: call fsdp_demo.attach in on_train_start and finish() in "
             "on_train_end (docs/torch.md)": not module.automatic_optimization,
             f"precision={trainer.precision!r}, whose loss scaler skips steps on one island only: "
@@ -142,12 +147,7 @@ class ExchangeCallback(_Callback):
                     setattr(logger, at, os.path.join(getattr(logger, at), name))
 
     def _split(
-        self,
-        topology: Topology,
-        original: Callable[..., Any],
-        loader: Any,
-        shuffle: bool,
-        mode: Any,
+        self, topology: Topology, original: Any, loader: Any, shuffle: bool, mode: Any
     ) -> Any:
         """Deal the rows of a loader to train on to all ranks of all islands."""
         trainer = self._trainer
@@ -180,6 +180,9 @@ class ExchangeCallback(_Callback):
         tell_of_training()
         (optimizer,), model, topology = trainer.optimizers, trainer.model, Topology.from_env()
         loop, config, norm = trainer.fit_loop, self.config, trainer.gradient_clip_val
+        steps = trainer.estimated_stepping_batches
+        facts: dict[str, Any] = {"accumulate_grad_batches": trainer.accumulate_grad_batches}
+        facts["seed_everything"] = os.environ.get("PL_GLOBAL_SEED", "0")
         try:
             check_inner(config, [optimizer_kind(optimizer)], [optimizer])
         except ValueError as error:
@@ -201,31 +204,31 @@ class ExchangeCallback(_Callback):
                     f"{state.step}: leave ckpt_path out and give ExchangeCallback(..., resume="
                     "'auto'), or take it with fresh=True, without the exchange's state"
                 )
-        self.exchange = exchange = attach(
-            optimizer,
-            config,
-            model=model,
-            topology=topology,
-            step=state.step or step,
-            state=state.saved,
-            must_match={
-                "max_steps": trainer.estimated_stepping_batches,
-                "batches": str(loop.max_batches),
-                "accumulate_grad_batches": trainer.accumulate_grad_batches,
-                "seed_everything": os.environ.get("PL_GLOBAL_SEED", "0"),
-            },
-            fresh=self._fresh,
-        )
+        must_match = facts | {"max_steps": steps, "batches": str(loop.max_batches)}
+        how: dict[str, Any] = {"step": state.step or step, "state": state.saved}
+        how |= {"model": model, "topology": topology, "fresh": self._fresh}
+        self.exchange = exchange = attach(optimizer, config, must_match=must_match, **how)
         exchange.raise_stopped(False)
         self._saved = exchange.step
         if exchange.step:
             log.info("%s goes on from step %d", topology.name, exchange.step)
             self._move_to(loop, exchange.step)
         state.restore_random()
+        counted = int(exchange.totals()["global_tokens"])  # which all ranks of the island ask for
+        if topology.rank == 0:
+            facts |= {"model": type(pl_module).__name__}
+            how = {
+                "facts": facts,
+                "counted": counted,
+                "steps": None if steps == math.inf else steps,
+            }
+            how["bar"] = log.debug if trainer.progress_bar_callback else None  # beside its own bar
+            where = Path(trainer.default_root_dir)
+            self._record = TrainingRecord(exchange, where, model, **how)
+            self._guarded.callback(self._record.close)
         again = "the same command, under ISLAND_RESUME=auto or with resume='auto'"
-        self._guarded.enter_context(
-            guard(exchange, partial(state.save, exchange, last=True), again)
-        )
+        save = partial(state.save, exchange, last=True)
+        self._guarded.enter_context(guard(exchange, save, again))
 
     def _move_to(self, loop: Any, step: int) -> None:
         """Set loops, rows and schedules of the Trainer to `step`, as if it had trained so far."""
@@ -268,10 +271,11 @@ class ExchangeCallback(_Callback):
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         if self._live is not None:
-            self._live.report(loss=loss.detach() * trainer.accumulate_grad_batches)
+            self._losses.append(loss.detach() * trainer.accumulate_grad_batches)
+            self._live.report(loss=self._losses[-1])
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        """After a step and its exchange: stop, log, and end at the last step."""
+        """After a step and its exchange: stop, end at the last step, log."""
         exchange, loop = self._live, trainer.fit_loop
         if exchange is None or loop._should_accumulate():
             return
@@ -280,12 +284,18 @@ class ExchangeCallback(_Callback):
             raise RuntimeError(f"{text}{trainer.global_step}: step it once per step")
         if exchange.stopped and exchange.leaving:
             raise Stopped("this island is told to end")
-        if exchange.step % trainer.log_every_n_steps == 0:
-            self.log_dict(tracked(exchange))
+        if self._record is not None:
+            self._record.step()
         epochs = trainer.current_epoch + loop.epoch_loop._num_ready_batches_reached()
         ends = 0 <= trainer.max_steps <= exchange.step or 0 <= trainer.max_epochs <= epochs
         if exchange.stopped or ends:
             exchange.finish(close=False)  # what is validated and saved now is the common model
+        if exchange.finished or exchange.step % trainer.log_every_n_steps == 0:
+            self._numbers, self._losses = tracked(exchange), [torch.stack(self._losses).mean()]
+            self.log_dict(self._numbers)
+            loss = float(trainer.strategy.reduce(self._losses.pop()))
+            if self._record is not None:
+                self._record.line(loss, self._numbers)
 
     def _hold(self, original: Callable[..., Any], *args: Any) -> None:
         """Behind each batch and epoch (`original`) send a wish to stop to all islands first."""
@@ -307,8 +317,10 @@ class ExchangeCallback(_Callback):
         if (exchange := self._live) and exchange.topology.world == 1 and exchange.stop_requested:
             raise Stopped("a validation is left: this island is told to end")
 
-    def on_validation_end(self, *args: Any) -> None:
+    def on_validation_end(self, trainer: Any, *args: Any) -> None:
         self._shown.close()
+        if self._record is not None and "val_loss" in trainer.callback_metrics:
+            self._record.evaluated(float(trainer.callback_metrics["val_loss"]))
 
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Save by the Trainer (`original`) and, once at a step, what a resume needs."""
@@ -319,11 +331,15 @@ class ExchangeCallback(_Callback):
         if self._saved != exchange.step:
             self._saved = exchange.step
             self._state.save(exchange)
+            if self._record is not None:
+                self._record.saved()
 
     def on_train_end(self, *args: Any) -> None:
         """Part from the others, with one model."""
         if self.exchange is not None and not self.exchange.closed:
             self.exchange.finish()
+            if self._record is not None:
+                self._record.end(self._numbers)
             self._guarded.close()
             self._state.finish()
 
