@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Callable, Sized
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -130,9 +129,8 @@ class ExchangeCallback(_Callback):
                 "GradientAccumulation" in type(c).__name__ for c in trainer.callbacks
             ),
         }
-        for text, wrong in checks.items():
-            if wrong:
-                raise ValueError(f"ExchangeCallback found {text}")
+        for text in (text for text, wrong in checks.items() if wrong):
+            raise ValueError(f"ExchangeCallback found {text}")
 
     def _separate(self, trainer: Any, name: str) -> None:
         """Let the folders of this island end with its name."""
@@ -163,9 +161,8 @@ class ExchangeCallback(_Callback):
         inside = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         parts, rows = topology.islands * inside["num_replicas"], cast(Sized, loader.dataset)
         if len(rows) < parts:
-            raise ValueError(
-                f"{len(rows)} rows for the {parts} ranks of all islands: give more rows"
-            )
+            text = f"{len(rows)} rows for the {parts} ranks of all islands: give more rows"
+            raise ValueError(text)
         shuffle = not isinstance(loader.sampler, SequentialSampler)
         place = {"rank": topology.island + topology.islands * inside["rank"], "drop_last": True}
         place |= {"num_replicas": parts, "overfit_batches": trainer.overfit_batches}
@@ -181,8 +178,8 @@ class ExchangeCallback(_Callback):
         (optimizer,), model, topology = trainer.optimizers, trainer.model, Topology.from_env()
         loop, config, norm = trainer.fit_loop, self.config, trainer.gradient_clip_val
         steps = trainer.estimated_stepping_batches
-        facts: dict[str, Any] = {"accumulate_grad_batches": trainer.accumulate_grad_batches}
-        facts["seed_everything"] = os.environ.get("PL_GLOBAL_SEED", "0")
+        facts: dict[str, Any] = {"seed_everything": os.environ.get("PL_GLOBAL_SEED", "0")}
+        facts["accumulate_grad_batches"] = trainer.accumulate_grad_batches
         try:
             check_inner(config, [optimizer_kind(optimizer)], [optimizer])
         except ValueError as error:
@@ -199,11 +196,10 @@ class ExchangeCallback(_Callback):
             auto = "auto" if named or environment.resumes(os.environ) else False
             state.restore(auto if self._resume is None else self._resume, fresh=self._fresh)
             if named and not joins and state.step != step:
-                raise NeedsDecision(
-                    f"ckpt_path is of step {step}, the newest in {saves.root} that fits is of step "
-                    f"{state.step}: leave ckpt_path out and give ExchangeCallback(..., resume="
-                    "'auto'), or take it with fresh=True, without the exchange's state"
-                )
+                text = f"ckpt_path is of step {step}, the newest in {saves.root} that fits is of "
+                text += f"step {state.step}: leave ckpt_path out and give ExchangeCallback(..., "
+                text += "resume='auto'), or take it with fresh=True, without the exchange's state"
+                raise NeedsDecision(text)
         must_match = facts | {"max_steps": steps, "batches": str(loop.max_batches)}
         how: dict[str, Any] = {"step": state.step or step, "state": state.saved}
         how |= {"model": model, "topology": topology, "fresh": self._fresh}
@@ -223,9 +219,7 @@ class ExchangeCallback(_Callback):
                 "steps": None if steps == math.inf else steps,
             }
             how["bar"] = log.debug if trainer.progress_bar_callback else None  # beside its own bar
-            where = Path(trainer.default_root_dir)
-            self._record = TrainingRecord(exchange, where, model, **how)
-            self._guarded.callback(self._record.close)
+            self._record = TrainingRecord(exchange, trainer.default_root_dir, model, **how)
         again = "the same command, under ISLAND_RESUME=auto or with resume='auto'"
         save = partial(state.save, exchange, last=True)
         self._guarded.enter_context(guard(exchange, save, again))
@@ -282,13 +276,12 @@ class ExchangeCallback(_Callback):
         if exchange.step != trainer.global_step:
             text = f"the optimizer has stepped {exchange.step} times, the Trainer counts "
             raise RuntimeError(f"{text}{trainer.global_step}: step it once per step")
-        if exchange.stopped and exchange.leaving:
-            raise Stopped("this island is told to end")
         if self._record is not None:
             self._record.step()
         epochs = trainer.current_epoch + loop.epoch_loop._num_ready_batches_reached()
         ends = 0 <= trainer.max_steps <= exchange.step or 0 <= trainer.max_epochs <= epochs
-        if exchange.stopped or ends:
+        leaves = exchange.stopped and exchange.leaving
+        if not leaves and (exchange.stopped or ends):
             exchange.finish(close=False)  # what is validated and saved now is the common model
         if exchange.finished or exchange.step % trainer.log_every_n_steps == 0:
             self._numbers, self._losses = tracked(exchange), [torch.stack(self._losses).mean()]
@@ -296,6 +289,8 @@ class ExchangeCallback(_Callback):
             loss = float(trainer.strategy.reduce(self._losses.pop()))
             if self._record is not None:
                 self._record.line(loss, self._numbers)
+        if leaves:
+            raise Stopped("this island is told to end")
 
     def _hold(self, original: Callable[..., Any], *args: Any) -> None:
         """Behind each batch and epoch (`original`) send a wish to stop to all islands first."""
@@ -347,6 +342,8 @@ class ExchangeCallback(_Callback):
         """Save and end this process after SIGTERM or a lost peer; else leave the others."""
         if self.exchange is not None and not self.exchange.closed:
             self._shown.close()
+            if self._record is not None:
+                self._record.close()
             for logger in trainer.loggers:
                 logger.save()
             self._guarded.__exit__(type(exception), exception, exception.__traceback__)

@@ -35,7 +35,7 @@ class TrainingRecord:
     def __init__(
         self,
         exchange: Exchange,
-        folder: Path,
+        folder: str,
         model: Any,
         *,
         steps: int | None,
@@ -48,7 +48,7 @@ class TrainingRecord:
         self._parameters = sum(count for count, _ in counts)
         self._trained = sum(count for count, trained in counts if trained)
         self._record = RunRecord(
-            folder,
+            Path(folder),
             exchange,
             steps=steps,
             parameters=self._parameters,
@@ -131,9 +131,13 @@ class TrainingRecord:
                 "bytes": ledger_rows(exchange),
             }
         )
+        self.close()
 
     def close(self) -> None:
-        """End the line of progress."""
+        """End the line of progress, and write the exchanges of which no line of metrics has told:
+        a stop lies between two of them.
+        """
+        self._record.exchanges()
         if self._line is not None:
             self._line.close()
             self._line = None

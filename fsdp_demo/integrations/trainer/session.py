@@ -332,4 +332,4 @@ def _record_of(trainer: Any, exchange: Exchange, counted: int) -> TrainingRecord
             bar.set_postfix_str(text, refresh=False)
 
     how = {"steps": steps, "facts": facts, "counted": counted, "bar": postfix if bars else None}
-    return TrainingRecord(exchange, Path(str(args.output_dir)), model, **how)
+    return TrainingRecord(exchange, str(args.output_dir), model, **how)
