@@ -218,7 +218,7 @@ class ExchangeCallback(_Callback):
                 "counted": counted,
                 "steps": None if steps == math.inf else steps,
             }
-            how["bar"] = log.debug if trainer.progress_bar_callback else None  # beside its own bar
+            how["bar"] = trainer.progress_bar_callback
             self._record = TrainingRecord(exchange, trainer.default_root_dir, model, **how)
         again = "the same command, under ISLAND_RESUME=auto or with resume='auto'"
         save = partial(state.save, exchange, last=True)
@@ -283,7 +283,7 @@ class ExchangeCallback(_Callback):
         leaves = exchange.stopped and exchange.leaving
         if not leaves and (exchange.stopped or ends):
             exchange.finish(close=False)  # what is validated and saved now is the common model
-        if exchange.finished or exchange.step % trainer.log_every_n_steps == 0:
+        if self._losses and (exchange.finished or exchange.step % trainer.log_every_n_steps == 0):
             self._numbers, self._losses = tracked(exchange), [torch.stack(self._losses).mean()]
             self.log_dict(self._numbers)
             loss = float(trainer.strategy.reduce(self._losses.pop()))

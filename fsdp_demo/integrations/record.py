@@ -5,7 +5,6 @@ process writes for an island, in a mesh for all.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,8 @@ class TrainingRecord:
         steps: of the job; None: nobody knows.
         facts: of the run, as for `RunRecord`.
         counted: the exchange's `global_tokens` then; 0 where its state begins anew.
-        bar: takes the line of progress as text; None: the line is written as long as information is
-            logged.
+        bar: a callback that shows the training; its `training_bar` gets the line as its postfix, if
+            it has one. None: the line is written as long as information is logged.
     """
 
     def __init__(
@@ -41,20 +40,14 @@ class TrainingRecord:
         steps: int | None,
         facts: dict[str, Any],
         counted: int,
-        bar: Callable[[str], None] | None = None,
+        bar: Any = None,
     ):
         self._exchange, self._steps, self._bar = exchange, steps, bar
         counts = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
         self._parameters = sum(count for count, _ in counts)
         self._trained = sum(count for count, trained in counts if trained)
-        self._record = RunRecord(
-            Path(folder),
-            exchange,
-            steps=steps,
-            parameters=self._parameters,
-            procs=exchange.topology.world,
-            facts=facts,
-        )
+        known = {"steps": steps, "parameters": self._parameters, "procs": exchange.topology.world}
+        self._record = RunRecord(Path(folder), exchange, facts=facts, **known)
         self._last = dict(self._record.last)
         self._before = dict(self._record.last)
         self._before["tokens"] = max(self._before.get("tokens", 0) - counted, 0)
@@ -79,19 +72,14 @@ class TrainingRecord:
         everywhere = numbers.get("exchange/loss")
         self._last = {"step": step, "loss": loss, "global_loss": everywhere, **values}
         self._record.line({"lr": float(mean_rate(self._exchange.host)), **self._last})
-        known = Progress(
-            step,
-            self._steps,
-            loss if everywhere is None else everywhere,
-            everywhere is not None,
-            values["tokens_per_second"],
-            values["bytes_sent"],
-            values["bytes_full"],
-        )
+        counts = [values[name] for name in ("tokens_per_second", "bytes_sent", "bytes_full")]
+        mean = loss if everywhere is None else everywhere
+        known = Progress(step, self._steps, mean, everywhere is not None, *counts)
         if self._line is not None:
             self._line.update(**vars(known))
-        elif self._bar is not None:
-            self._bar(line(known, self._exchange.activity.text).partition(", ")[2])
+        elif (bar := getattr(self._bar, "training_bar", None)) is not None:
+            text = line(known, self._exchange.activity.text).partition(", ")[2]
+            bar.set_postfix_str(text, refresh=False)
 
     def _values(self, numbers: dict[str, float]) -> dict[str, Any]:
         """Totals of the whole job: the last line of earlier starts has what these have counted."""

@@ -343,5 +343,5 @@ def warn_of_lost_moments(trainer: Trainer, topology: Topology) -> None:
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     old = Version(accelerate.__version__) < Version("1.13")
     if old and plugin is not None and "SHARDED" in str(plugin.state_dict_type):
-        text = f"Accelerate {accelerate.__version__} loads no optimizer states under FSDP2, so its"
-        warn(trainer, topology, f"{text} moments begin at zero; 1.13 and newer load them")
+        text = f"Accelerate {accelerate.__version__} loads no optimizer states under FSDP2: moments"
+        warn(trainer, topology, f"{text} begin at zero; 1.13 and newer load them")

@@ -313,8 +313,7 @@ class Session(TrainerCallback):
 
 
 def _record_of(trainer: Any, exchange: Exchange, counted: int) -> TrainingRecord:
-    """The run log of this training; the bar of the Trainer gets the line as its postfix."""
-    args, model, steps = trainer.args, trainer.model, trainer.state.max_steps
+    args, model, handler = trainer.args, trainer.model, trainer.callback_handler
     # a plain torch module has no config, or one of its own kind
     name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
     facts = {
@@ -324,12 +323,6 @@ def _record_of(trainer: Any, exchange: Exchange, counted: int) -> TrainingRecord
         "lr": args.learning_rate,
         "seed": args.seed,
     } | ({"mesh": True} if exchange.topology.one_world else {})
-    bars: list[Any] = trainer.callback_handler.callbacks
-    bars = [callback for callback in bars if isinstance(callback, ProgressCallback)]
-
-    def postfix(text: str) -> None:
-        if (bar := bars[0].training_bar) is not None:
-            bar.set_postfix_str(text, refresh=False)
-
-    how = {"steps": steps, "facts": facts, "counted": counted, "bar": postfix if bars else None}
+    bar = next((c for c in handler.callbacks if isinstance(c, ProgressCallback)), None)
+    how = {"steps": trainer.state.max_steps, "facts": facts, "counted": counted, "bar": bar}
     return TrainingRecord(exchange, str(args.output_dir), model, **how)
