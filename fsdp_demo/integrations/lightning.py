@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from ..attaching import attach, settled
@@ -38,6 +39,7 @@ from ..rendezvous.topology import Topology
 from ..runlog.record import tracked
 from ..status import tell_of_training
 from .data import tokens_in
+from .record import TrainingRecord
 
 log = logging.getLogger("fsdp_demo")
 
@@ -79,6 +81,9 @@ class ExchangeCallback(_Callback):
         self._trainer: Any = None
         self._state: Any = None
         self._active, self._saved = False, -1
+        self._losses: list[Any] = []  # of micro-batches since the last line
+        self._numbers: dict[str, float] = {}
+        self._record: TrainingRecord | None = None  # in one process
         self._shown, self._guarded = ExitStack(), ExitStack()
 
     @property
@@ -111,12 +116,11 @@ class ExchangeCallback(_Callback):
         kinds = {kind.__name__ for kind in type(trainer.strategy).__mro__}
         works = kinds & {"SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"}
         works -= {"DDPStrategy"} if "DeepSpeedStrategy" in kinds else set()
-        wide = getattr(trainer.strategy, "_tensor_parallel_size", 1) > 1
+        works = works if getattr(trainer.strategy, "_tensor_parallel_size", 1) == 1 else set()
         checks = {
             "two ExchangeCallbacks: take one of them out": others,
             f"{type(trainer.strategy).__name__}: take DDPStrategy or, which is FSDP2, "
-            "ModelParallelStrategy(data_parallel_size=N, tensor_parallel_size=1)": not works
-            or wide,
+            "ModelParallelStrategy(data_parallel_size=N, tensor_parallel_size=1)": not works,
             "automatic_optimization=False: call fsdp_demo.attach in on_train_start and finish() in "
             "on_train_end (docs/torch.md)": not module.automatic_optimization,
             f"precision={trainer.precision!r}, whose loss scaler skips steps on one island only: "
@@ -125,9 +129,8 @@ class ExchangeCallback(_Callback):
                 "GradientAccumulation" in type(c).__name__ for c in trainer.callbacks
             ),
         }
-        for text, wrong in checks.items():
-            if wrong:
-                raise ValueError(f"ExchangeCallback found {text}")
+        for text in (text for text, wrong in checks.items() if wrong):
+            raise ValueError(f"ExchangeCallback found {text}")
 
     def _separate(self, trainer: Any, name: str) -> None:
         """Let the folders of this island end with its name."""
@@ -142,12 +145,7 @@ class ExchangeCallback(_Callback):
                     setattr(logger, at, os.path.join(getattr(logger, at), name))
 
     def _split(
-        self,
-        topology: Topology,
-        original: Callable[..., Any],
-        loader: Any,
-        shuffle: bool,
-        mode: Any,
+        self, topology: Topology, original: Any, loader: Any, shuffle: bool, mode: Any
     ) -> Any:
         """Deal the rows of a loader to train on to all ranks of all islands."""
         trainer = self._trainer
@@ -163,9 +161,8 @@ class ExchangeCallback(_Callback):
         inside = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         parts, rows = topology.islands * inside["num_replicas"], cast(Sized, loader.dataset)
         if len(rows) < parts:
-            raise ValueError(
-                f"{len(rows)} rows for the {parts} ranks of all islands: give more rows"
-            )
+            text = f"{len(rows)} rows for the {parts} ranks of all islands: give more rows"
+            raise ValueError(text)
         shuffle = not isinstance(loader.sampler, SequentialSampler)
         place = {"rank": topology.island + topology.islands * inside["rank"], "drop_last": True}
         place |= {"num_replicas": parts, "overfit_batches": trainer.overfit_batches}
@@ -180,6 +177,9 @@ class ExchangeCallback(_Callback):
         tell_of_training()
         (optimizer,), model, topology = trainer.optimizers, trainer.model, Topology.from_env()
         loop, config, norm = trainer.fit_loop, self.config, trainer.gradient_clip_val
+        steps = trainer.estimated_stepping_batches
+        facts: dict[str, Any] = {"seed_everything": os.environ.get("PL_GLOBAL_SEED", "0")}
+        facts["accumulate_grad_batches"] = trainer.accumulate_grad_batches
         try:
             check_inner(config, [optimizer_kind(optimizer)], [optimizer])
         except ValueError as error:
@@ -196,36 +196,33 @@ class ExchangeCallback(_Callback):
             auto = "auto" if named or environment.resumes(os.environ) else False
             state.restore(auto if self._resume is None else self._resume, fresh=self._fresh)
             if named and not joins and state.step != step:
-                raise NeedsDecision(
-                    f"ckpt_path is of step {step}, the newest in {saves.root} that fits is of step "
-                    f"{state.step}: leave ckpt_path out and give ExchangeCallback(..., resume="
-                    "'auto'), or take it with fresh=True, without the exchange's state"
-                )
-        self.exchange = exchange = attach(
-            optimizer,
-            config,
-            model=model,
-            topology=topology,
-            step=state.step or step,
-            state=state.saved,
-            must_match={
-                "max_steps": trainer.estimated_stepping_batches,
-                "batches": str(loop.max_batches),
-                "accumulate_grad_batches": trainer.accumulate_grad_batches,
-                "seed_everything": os.environ.get("PL_GLOBAL_SEED", "0"),
-            },
-            fresh=self._fresh,
-        )
+                text = f"ckpt_path is of step {step}, the newest in {saves.root} that fits is of "
+                text += f"step {state.step}: leave ckpt_path out and give ExchangeCallback(..., "
+                text += "resume='auto'), or take it with fresh=True, without the exchange's state"
+                raise NeedsDecision(text)
+        must_match = facts | {"max_steps": steps, "batches": str(loop.max_batches)}
+        how: dict[str, Any] = {"step": state.step or step, "state": state.saved}
+        how |= {"model": model, "topology": topology, "fresh": self._fresh}
+        self.exchange = exchange = attach(optimizer, config, must_match=must_match, **how)
         exchange.raise_stopped(False)
         self._saved = exchange.step
         if exchange.step:
             log.info("%s goes on from step %d", topology.name, exchange.step)
             self._move_to(loop, exchange.step)
         state.restore_random()
+        counted = int(exchange.totals()["global_tokens"])  # which all ranks of the island ask for
+        if topology.rank == 0:
+            facts |= {"model": type(pl_module).__name__}
+            how = {
+                "facts": facts,
+                "counted": counted,
+                "steps": None if steps == math.inf else steps,
+            }
+            how["bar"] = trainer.progress_bar_callback
+            self._record = TrainingRecord(exchange, trainer.default_root_dir, model, **how)
         again = "the same command, under ISLAND_RESUME=auto or with resume='auto'"
-        self._guarded.enter_context(
-            guard(exchange, partial(state.save, exchange, last=True), again)
-        )
+        save = partial(state.save, exchange, last=True)
+        self._guarded.enter_context(guard(exchange, save, again))
 
     def _move_to(self, loop: Any, step: int) -> None:
         """Set loops, rows and schedules of the Trainer to `step`, as if it had trained so far."""
@@ -268,24 +265,32 @@ class ExchangeCallback(_Callback):
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         if self._live is not None:
-            self._live.report(loss=loss.detach() * trainer.accumulate_grad_batches)
+            self._losses.append(loss.detach() * trainer.accumulate_grad_batches)
+            self._live.report(loss=self._losses[-1])
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        """After a step and its exchange: stop, log, and end at the last step."""
+        """After a step and its exchange: stop, end at the last step, log."""
         exchange, loop = self._live, trainer.fit_loop
         if exchange is None or loop._should_accumulate():
             return
         if exchange.step != trainer.global_step:
             text = f"the optimizer has stepped {exchange.step} times, the Trainer counts "
             raise RuntimeError(f"{text}{trainer.global_step}: step it once per step")
-        if exchange.stopped and exchange.leaving:
-            raise Stopped("this island is told to end")
-        if exchange.step % trainer.log_every_n_steps == 0:
-            self.log_dict(tracked(exchange))
+        if self._record is not None:
+            self._record.step()
         epochs = trainer.current_epoch + loop.epoch_loop._num_ready_batches_reached()
         ends = 0 <= trainer.max_steps <= exchange.step or 0 <= trainer.max_epochs <= epochs
-        if exchange.stopped or ends:
+        leaves = exchange.stopped and exchange.leaving
+        if not leaves and (exchange.stopped or ends):
             exchange.finish(close=False)  # what is validated and saved now is the common model
+        if self._losses and (exchange.finished or exchange.step % trainer.log_every_n_steps == 0):
+            self._numbers, self._losses = tracked(exchange), [torch.stack(self._losses).mean()]
+            self.log_dict(self._numbers)
+            loss = float(trainer.strategy.reduce(self._losses.pop()))
+            if self._record is not None:
+                self._record.line(loss, self._numbers)
+        if leaves:
+            raise Stopped("this island is told to end")
 
     def _hold(self, original: Callable[..., Any], *args: Any) -> None:
         """Behind each batch and epoch (`original`) send a wish to stop to all islands first."""
@@ -307,8 +312,10 @@ class ExchangeCallback(_Callback):
         if (exchange := self._live) and exchange.topology.world == 1 and exchange.stop_requested:
             raise Stopped("a validation is left: this island is told to end")
 
-    def on_validation_end(self, *args: Any) -> None:
+    def on_validation_end(self, trainer: Any, *args: Any) -> None:
         self._shown.close()
+        if self._record is not None and "val_loss" in trainer.callback_metrics:
+            self._record.evaluated(float(trainer.callback_metrics["val_loss"]))
 
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Save by the Trainer (`original`) and, once at a step, what a resume needs."""
@@ -319,11 +326,15 @@ class ExchangeCallback(_Callback):
         if self._saved != exchange.step:
             self._saved = exchange.step
             self._state.save(exchange)
+            if self._record is not None:
+                self._record.saved()
 
     def on_train_end(self, *args: Any) -> None:
         """Part from the others, with one model."""
         if self.exchange is not None and not self.exchange.closed:
             self.exchange.finish()
+            if self._record is not None:
+                self._record.end(self._numbers)
             self._guarded.close()
             self._state.finish()
 
@@ -331,6 +342,8 @@ class ExchangeCallback(_Callback):
         """Save and end this process after SIGTERM or a lost peer; else leave the others."""
         if self.exchange is not None and not self.exchange.closed:
             self._shown.close()
+            if self._record is not None:
+                self._record.close()
             for logger in trainer.loggers:
                 logger.save()
             self._guarded.__exit__(type(exception), exception, exception.__traceback__)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import inspect
 import io
 import math
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +23,9 @@ from torchtitan.config.override import derive, override
 from ..attaching import attach
 from ..config.load import load_config
 from ..config.schema import ExchangeConfig
+from ..errors import Stopped
 from ..exchange.exchange import Exchange
+from ..exchange.guard import guard
 from ..rendezvous.topology import Topology
 
 
@@ -68,9 +72,23 @@ class IslandOptimizers(OptimizersContainer):
         if exchange.step != step:  # the others are further
             trainer.step = exchange.step + 1
             trainer.lr_schedulers.load_state_dict({"last_epoch": exchange.step})
-        self.register_step_post_hook(
-            lambda *_: exchange.finish() if exchange.step == training.steps else None
-        )
+        guarded = ExitStack()
+        exchange.raise_stopped(False)
+        guarded.enter_context(guard(exchange, partial(_save_now, trainer)))
+        go_on = trainer.should_continue_training
+
+        def goes_on() -> bool:  # asked between two steps, behind torchtitan's own save
+            if exchange.stopped and not exchange.finished:
+                guarded.__exit__(Stopped, Stopped("this island is told to end"), None)
+            return bool(go_on())
+
+        def ends(*_: Any) -> None:
+            if exchange.step == training.steps:
+                exchange.finish()
+                guarded.close()
+
+        trainer.should_continue_training = goes_on
+        self.register_step_post_hook(ends)
         return exchange
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,6 +104,15 @@ class IslandOptimizers(OptimizersContainer):
         """Load the optimizers; the exchange gets its state when it attaches."""
         self._saved = state_dict.get(self._part, b"")
         super().load_state_dict(state_dict)
+
+
+def _save_now(trainer: Any) -> None:
+    """Save what a resume needs, where torchtitan has not done so at this step."""
+    saves = trainer.checkpointer
+    if saves.enable and trainer.step % saves.interval:
+        saves.last_save_model_only = saves.last_save_in_hf = False  # it is not the end of the job
+        saves.save(trainer.step, last_step=True)
+    saves.maybe_wait_for_saving()
 
 
 def _trainer_of(optimizers: IslandOptimizers) -> Any:

@@ -322,6 +322,7 @@ def test_export_of_trainer_run(run_ranks, tmp_path):
         assert [w for w in (*wanted, f"{loss:.4f}") if w not in card] == [], card
 
 
+@script.MESH
 @pytest.mark.parametrize("case", ["diloco", "released", "demo"])
 def test_export_of_trainer_mesh(run_ranks, tmp_path, case):
     """A Trainer run in a mesh is exported. One world of four ranks: the model file of a checkpoint

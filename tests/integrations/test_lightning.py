@@ -4,6 +4,7 @@ stops, resumes, files.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
@@ -33,6 +34,7 @@ from fsdp_demo.exchange import guard  # noqa: E402
 from fsdp_demo.integrations import lightning_callbacks  # noqa: E402
 from fsdp_demo.integrations.data import tokens_in  # noqa: E402
 from fsdp_demo.integrations.lightning import ExchangeCallback  # noqa: E402
+from fsdp_demo.runlog.files import load  # noqa: E402
 
 from ..support import lightning_script as script  # noqa: E402
 from ..support.inside import in_ranks  # noqa: E402
@@ -281,6 +283,58 @@ def test_lightning_saves_and_ckpt_path(me: Any) -> None:
     shutil.rmtree(own / "checkpoint-9")
     again, _ = run("out", ckpt_path=six)
     assert torch.equal(once, again)
+
+
+class Scored(script.Net):
+    """Logs `val_loss`, under which the run log looks for an evaluation."""
+
+    def validation_step(self, batch: Any, number: int) -> None:
+        self.log("val_loss", torch.nn.functional.mse_loss(self.layers(batch[0]), batch[1]))
+
+
+@pytest.mark.parametrize("procs", [1, 2])
+def test_lightning_run_log(run_ranks: Any, everywhere: Any, tmp_path, procs: int) -> None:
+    """What a run leaves for `fsdp-demo report` is there, goes on after a stop, and counts no token
+    twice; the loss is the mean over the ranks of the island.
+    """
+    everywhere.setattr(guard, "leave", left)
+
+    def work(me: Any, told: int) -> list[float]:
+        seen, callback = Losses(), ExchangeCallback("diloco", period=3, resume="auto")
+        saver = ModelCheckpoint(every_n_train_steps=4)
+        others = [seen, saver, *([Tell(told)] if told else [])]
+        settings = {"log_every_n_steps": 2, "val_check_interval": 4, "max_steps": 10}
+        settings |= {"strategy": "ddp"} if procs > 1 else {}
+        with contextlib.suppress(SystemExit):
+            fit(tmp_path, callback, Scored, others, **settings)
+        return seen.losses
+
+    found = run_ranks(work, 2, procs, timeout=120, args=(5 if procs == 1 else 0,))
+    if procs == 1:
+        run_ranks(work, 2, 1, timeout=120, args=(0,))
+    for island in (0, 1):
+        (run,) = load(tmp_path / f"island{island}").islands
+        kinds = [event["kind"] for event in run.events]
+        assert kinds[0] == "begin" and kinds[-1] == "finish" and ("resume" in kinds) == (procs == 1)
+        assert {"evaluation", "checkpoint"} <= {*kinds} and len(run.exchanges) == 4
+        assert [line["step"] for line in run.lines] == [2, 4, 6, 8, 10]
+        # of 33 rows the ninth batch has one
+        assert run.lines[-1]["tokens"] == (2 * 37 if procs == 1 else 4 * 40)
+        own = torch.tensor(found[island * procs : island * procs + procs])[:, :4]
+        means = own.mean(0).unflatten(0, (2, 2)).mean(1).tolist()
+        assert [line["loss"] for line in run.lines[:2]] == pytest.approx(means)
+        assert run.summary is not None and run.summary["digests_equal"] is True
+        assert run.head["facts"]["model"] == "Scored" and run.head["steps"] == 10
+
+
+class Losses(Callback):
+    """The loss of each step of a rank."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: torch.Tensor) -> None:
+        self.losses.append(float(loss))
 
 
 @in_ranks(2, 1)

@@ -5,6 +5,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -16,6 +19,7 @@ pytest.importorskip("torchdata", reason="torchtitan needs torchdata, tyro, spmd_
 
 from ..support import titan  # noqa: E402, I001 (it prepares torchtitan)
 
+from fsdp_demo.exchange import guard  # noqa: E402
 from fsdp_demo.integrations import torchtitan  # noqa: E402
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 from torchtitan.components.optimizer import OptimizersContainer, default_adamw  # noqa: E402
@@ -34,6 +38,7 @@ def line(**keywords: object) -> list[str]:
 
 
 DILOCO = line(preset="diloco", period=3)
+MODEL_ONLY = ["--checkpoint.last_save_model_only"]  # at the end of the job
 
 # ---- without processes ------------------------------------------------------------------------
 
@@ -163,6 +168,45 @@ def test_torchtitan_resumes_bit_for_bit(run_ranks, tmp_path) -> None:
     one, other = ranks("lost")
     assert one["steps"] == other["steps"] == (8, 8, 8)
     assert torch.equal(one["parameters"], other["parameters"])
+
+
+def left(status: int) -> None:
+    raise SystemExit(status)
+
+
+@pytest.mark.parametrize("procs", [1, 2])
+def test_torchtitan_sigterm_saves(run_ranks, everywhere, tmp_path, procs: int) -> None:
+    """Told to end between two of torchtitan's saves, islands save the step that is under way and
+    end with 75. They go on from there, and end as those that were not told.
+    """
+    everywhere.setattr(guard, "leave", left)
+
+    def run(rank, name, told):
+        made = titan.trainer(tmp_path / name / f"island{rank.island}", *DILOCO, *MODEL_ONLY)
+        go_on = made.should_continue_training
+
+        def tell() -> bool:
+            if rank.proc == 0 and made.step == told:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if told > 0 and procs > 1:  # ranks of an island vote once a second
+                time.sleep(0.4)
+            return go_on()
+
+        made.should_continue_training = tell
+        try:
+            made.train()
+        except SystemExit as end:
+            return end.code, made.step
+        return facts(made)
+
+    def ranks(*args):
+        return run_ranks(run, 2, procs, group=True, timeout=120, args=args)
+
+    whole, cut, again = ranks("whole", -1), ranks("cut", 4), ranks("cut", -1)
+    assert {status for status, _ in cut} == {75} and {step for _, step in cut} <= {5, 6, 7}
+    for found, before in zip(again, whole, strict=True):
+        assert found["steps"] == (8, 8, 8) and found["agree"]
+        assert torch.equal(found["parameters"], before["parameters"])
 
 
 def test_torchtitan_begins_on_a_foreign_checkpoint(run_ranks, tmp_path) -> None:

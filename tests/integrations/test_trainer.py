@@ -155,6 +155,8 @@ def test_trainer_sigterm_saves_and_resumes(run_ranks, preset, changes, fsdp, slo
     was cut off in between is made up for.
     """
 
+    script.need_moments(fsdp and preset != "demo")
+
     def run(me):
         sigterm_saves_and_resumes(me, preset, changes, slow, at, fsdp=fsdp)
 

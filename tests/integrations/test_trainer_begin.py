@@ -4,11 +4,14 @@ states are restored.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import accelerate
 import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import TrainerControl
@@ -23,6 +26,21 @@ from fsdp_demo.integrations.trainer import (
 from ..support import trainer_script as script
 from ..support.inside import in_ranks
 from ..support.trainer_script import one_line
+
+
+@pytest.mark.parametrize(
+    "version, kind, said",
+    [("1.11.0", "SHARDED_STATE_DICT", 1), ("1.11.0", None, 0), ("1.13.0", "SHARDED_STATE_DICT", 0)],
+)
+def test_trainer_warns_of_lost_moments(monkeypatch, caplog, version, kind, said):
+    """A resume beside an Accelerate that loads no moments under FSDP2 says that they are lost."""
+    monkeypatch.setattr(accelerate, "__version__", version)
+    plugin = kind and SimpleNamespace(state_dict_type=kind)
+    inner = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    trainer = SimpleNamespace(accelerator=inner, args=SimpleNamespace(process_index=0))
+    with caplog.at_level(logging.WARNING, "fsdp_demo"):
+        beginning.warn_of_lost_moments(trainer, fsdp_demo.Topology("islands"))
+    assert caplog.text.count("moments begin at zero") == said
 
 
 def told(folder):

@@ -96,6 +96,7 @@ def train(rank, preset, changes, noisy=False):
     return watch.mode, trained
 
 
+@script.MESH
 @pytest.mark.parametrize(
     "preset, changes, exchanges", [("demo", {}, 4), ("diloco", {"period": 2}, 2)]
 )
@@ -112,6 +113,7 @@ def test_trainer_mesh_sends_payloads_only(me, preset, changes, exchanges):
     return script.parameters(trained), history(trained, "eval_loss")
 
 
+@script.MESH
 @in_ranks(1, 4, env=WORLD, timeout=120)
 def test_trainer_mesh_recorder_sees_gather(me):
     """The recorder of collectives sees a gather over all nodes."""
@@ -120,6 +122,7 @@ def test_trainer_mesh_recorder_sees_gather(me):
     assert all("allgather" in name and ranks == (0, 1, 2, 3) for name, ranks in across)
 
 
+@script.MESH
 @pytest.mark.parametrize("preset, changes", [
     ("demo", {}),
     ("diloco", {"period": 3}),
@@ -164,6 +167,7 @@ def test_trainer_mesh_resume_bit_for_bit(run_ranks, tmp_path, preset, changes):
         assert out[0].norm() < 2 * mesh[0].norm()
 
 
+@script.MESH
 @pytest.mark.parametrize("told", [(3,), (0, 1, 2, 3)])
 @in_ranks(1, 4, env=WORLD, timeout=120)
 def test_trainer_mesh_sigterm(me, told):
@@ -180,6 +184,7 @@ def test_trainer_mesh_sigterm(me, told):
     return script.parameters(trained)
 
 
+@script.MESH
 @in_ranks(1, 4, env=WORLD)
 def test_trainer_mesh_plain_hsdp_refused(me):
     """A plain HSDP mesh is refused."""

@@ -36,6 +36,7 @@ def test_trainer_resume_bit_for_bit(run_ranks, name):
     is a delay, with payloads under way.
     """
     preset, changes, fsdp = CASES[name]
+    script.need_moments(fsdp and preset != "demo")
 
     def run(me):
         resume_is_bit_for_bit(me, preset, changes, fsdp=fsdp)

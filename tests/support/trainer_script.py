@@ -9,10 +9,12 @@ import os
 import signal
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
+from packaging.version import Version
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     DataCollatorForLanguageModeling,
@@ -39,6 +41,17 @@ WORDS = (
 )
 
 ROWS = 64  # to train on
+
+ACCELERATE = Version(accelerate.__version__)
+MESH = pytest.mark.skipif(
+    ACCELERATE < Version("1.12"), reason="transformers takes a mesh from Accelerate 1.12 on"
+)
+
+
+def need_moments(fsdp: bool) -> None:
+    """Skip a test that resumes moments under FSDP2 where Accelerate does not load them."""
+    if fsdp and ACCELERATE < Version("1.13"):
+        pytest.skip("Accelerate before 1.13 loads no moments under FSDP2")
 
 
 def tokenizer():

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import accelerate
 from accelerate.utils.constants import FSDP_MODEL_NAME
+from packaging.version import Version
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
@@ -76,6 +78,8 @@ class Beginning:
         where = None if joins else find_checkpoint(wanted, manager, fresh)
         if isinstance(where, str) and not trainer.is_fsdp_enabled:
             refuse_sharded(Path(where), topology)
+        if joins or where is not None:
+            warn_of_lost_moments(trainer, topology)
         taken = where if isinstance(where, TakeOver) else None
         after = ExitStack()
         after.callback(manager.close)
@@ -332,3 +336,12 @@ def refuse_elsewhere(manager: CheckpointManager) -> None:
             "ExchangeCallback(..., fresh=True), or begin in another output_dir"
             f"{see('no-common-checkpoint')}"
         )
+
+
+def warn_of_lost_moments(trainer: Trainer, topology: Topology) -> None:
+    """Say so where Accelerate loads nothing into the optimizer (1.12, `load_fsdp_optimizer`)."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    old = Version(accelerate.__version__) < Version("1.13")
+    if old and plugin is not None and "SHARDED" in str(plugin.state_dict_type):
+        text = f"Accelerate {accelerate.__version__} loads no optimizer states under FSDP2: moments"
+        warn(trainer, topology, f"{text} begin at zero; 1.13 and newer load them")

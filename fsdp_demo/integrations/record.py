@@ -1,5 +1,5 @@
-"""The run log of a training under the Trainer, for `fsdp-demo report`, and its line of progress.
-One process writes for an island, in a mesh for all.
+"""The run log of a training under a Trainer, for `fsdp-demo report`, and its line of progress. One
+process writes for an island, in a mesh for all.
 """
 
 from __future__ import annotations
@@ -8,62 +8,52 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer
-from transformers.trainer_callback import ProgressCallback
-
-from ...exchange.exchange import Exchange
-from ...exchange.message import mean_rate
-from ...peers.header import ring_all_reduce_bytes
-from ...runlog.progress import Progress, ProgressLine, line
-from ...runlog.record import RunRecord, ledger_rows, summarise
+from ..exchange.exchange import Exchange
+from ..exchange.message import mean_rate
+from ..peers.header import ring_all_reduce_bytes
+from ..runlog.progress import Progress, ProgressLine, line
+from ..runlog.record import RunRecord, ledger_rows, summarise
 
 log = logging.getLogger("fsdp_demo")
 
 
-class TrainerRecord:
+class TrainingRecord:
     """The run log of one training.
 
     Args:
-        trainer, exchange: at the beginning of the training, when both stand at one step.
-        counted: its `global_tokens` then; 0 where its state begins anew.
-
-    The Trainer's own bar, where it is shown, gets the line as its postfix; else the line is written
-    as long as information is logged.
+        exchange: at the beginning of the training.
+        folder: output folder of the island.
+        model: what trains, sharded or not.
+        steps: of the job; None: nobody knows.
+        facts: of the run, as for `RunRecord`.
+        counted: the exchange's `global_tokens` then; 0 where its state begins anew.
+        bar: a callback that shows the training; its `training_bar` gets the line as its postfix, if
+            it has one. None: the line is written as long as information is logged.
     """
 
-    def __init__(self, trainer: Trainer, exchange: Exchange, counted: int):
-        self._exchange, self._trainer = exchange, trainer
-        topology, args, state = exchange.topology, trainer.args, trainer.state
-        model: Any = trainer.model
+    def __init__(
+        self,
+        exchange: Exchange,
+        folder: str,
+        model: Any,
+        *,
+        steps: int | None,
+        facts: dict[str, Any],
+        counted: int,
+        bar: Any = None,
+    ):
+        self._exchange, self._steps, self._bar = exchange, steps, bar
         counts = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
         self._parameters = sum(count for count, _ in counts)
         self._trained = sum(count for count, trained in counts if trained)
-        # a plain torch module has no config, or one of its own kind
-        config = getattr(model, "config", None)
-        name = getattr(config, "name_or_path", "") or type(model).__name__
-        facts = {
-            "model": Path(name).name if Path(name).is_absolute() else name,
-            "batch_size": args.per_device_train_batch_size,
-            "accumulation": args.gradient_accumulation_steps,
-            "lr": args.learning_rate,
-            "seed": args.seed,
-        } | ({"mesh": True} if topology.one_world else {})
-        self._record = RunRecord(
-            Path(str(args.output_dir)),
-            exchange,
-            steps=state.max_steps,
-            parameters=self._parameters,
-            procs=topology.world,
-            facts=facts,
-        )
+        known = {"steps": steps, "parameters": self._parameters, "procs": exchange.topology.world}
+        self._record = RunRecord(Path(folder), exchange, facts=facts, **known)
         self._last = dict(self._record.last)
         self._before = dict(self._record.last)
         self._before["tokens"] = max(self._before.get("tokens", 0) - counted, 0)
-        handler: Any = trainer.callback_handler
-        self._bar = next((c for c in handler.callbacks if isinstance(c, ProgressCallback)), None)
         self._line: ProgressLine | None = None
-        if self._bar is None and log.isEnabledFor(logging.INFO):
-            self._line = ProgressLine(exchange, state.max_steps)
+        if bar is None and log.isEnabledFor(logging.INFO):
+            self._line = ProgressLine(exchange, steps)
 
     def step(self) -> None:
         """Note an optimizer step, after it."""
@@ -75,22 +65,16 @@ class TrainerRecord:
         """Write a line of metrics and show the progress.
 
         Args:
-            loss: as the Trainer logs it.
+            loss: mean over the ranks of the island and the steps since the line before.
             numbers: metrics of the exchange at this step (`runlog.tracked`).
         """
         values, step = self._values(numbers), self._exchange.step
         everywhere = numbers.get("exchange/loss")
         self._last = {"step": step, "loss": loss, "global_loss": everywhere, **values}
         self._record.line({"lr": float(mean_rate(self._exchange.host)), **self._last})
-        known = Progress(
-            step,
-            self._trainer.state.max_steps,
-            loss if everywhere is None else everywhere,
-            everywhere is not None,
-            values["tokens_per_second"],
-            values["bytes_sent"],
-            values["bytes_full"],
-        )
+        counts = [values[name] for name in ("tokens_per_second", "bytes_sent", "bytes_full")]
+        mean = loss if everywhere is None else everywhere
+        known = Progress(step, self._steps, mean, everywhere is not None, *counts)
         if self._line is not None:
             self._line.update(**vars(known))
         elif (bar := getattr(self._bar, "training_bar", None)) is not None:
@@ -114,7 +98,7 @@ class TrainerRecord:
         }
 
     def evaluated(self, loss: float) -> None:
-        """Note an evaluation, whose `eval_loss` the Trainer has logged."""
+        """Note an evaluation and its loss."""
         last = {name: self._last.get(name) for name in ("tokens", "bytes_sent")}
         self._record.event("evaluation", loss=loss, **last)
 
@@ -135,9 +119,13 @@ class TrainerRecord:
                 "bytes": ledger_rows(exchange),
             }
         )
+        self.close()
 
     def close(self) -> None:
-        """End the line of progress."""
+        """End the line of progress, and write the exchanges of which no line of metrics has told:
+        a stop lies between two of them.
+        """
+        self._record.exchanges()
         if self._line is not None:
             self._line.close()
             self._line = None
