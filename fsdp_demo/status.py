@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -90,8 +93,30 @@ def end_by_errors() -> None:
     sys.excepthook = hook
 
 
+_hosted: set[int] = set()
+
+
+@contextmanager
+def hosted() -> Iterator[None]:
+    """Within this context this thread trains for a host that ends the process, and tells exchanges
+    to stop, by itself: `leave` raises SystemExit in it.
+    """
+    _hosted.add(threading.get_ident())
+    try:
+        yield
+    finally:
+        _hosted.discard(threading.get_ident())
+
+
+def is_hosted() -> bool:
+    """Whether this thread is `hosted`."""
+    return threading.get_ident() in _hosted
+
+
 def leave(status: int) -> NoReturn:
     """End the process at once, with all logged and printed: an exit could wait for lost peers."""
+    if is_hosted():
+        raise SystemExit(status)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,0 +1,310 @@
+"""Ray Train, whose workers are the islands of one run:
+
+    TorchTrainer(train, torch_config=IslandTorchConfig(), scaling_config=ScalingConfig(num_workers=2),
+                 run_config=RunConfig(name="first", failure_config=FailureConfig(max_failures=9)))
+
+A worker that is lost is started again alone, and joins the others. Facts: ray 2.60, `TorchftConfig`
+and `WorkerGroup._start_impl`, where a replica group has one worker; `replace_replica_group` starts
+one after another. So the workers of an island meet in their own threads, not in the controller.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import secrets
+import signal
+import tempfile
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import ray.train
+from ray.exceptions import RayError
+from ray.train._internal.utils import get_address_and_port
+from ray.train.torch import TorchConfig
+from ray.train.torch import config as ray_torch
+from ray.train.v2._internal.constants import is_v2_enabled
+from ray.train.v2._internal.execution.context import get_train_context
+from ray.train.v2._internal.execution.worker_group import WorkerGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ..errors import Stopped
+from ..exchange.exchange import Exchange
+from ..net.address import join_address
+from ..rendezvous.attempts import Finished, has_joined
+from ..status import SAVED, hosted, leave
+from ..store.server import StoreServer, listen
+
+log = logging.getLogger("fsdp_demo")
+
+LOOK = 0.5  # seconds between two questions of a worker to the store's actor
+NAMESPACE = "fsdp_demo"  # of that actor, so that other drivers find it
+
+
+@dataclass
+class IslandTorchConfig(TorchConfig):
+    """Ray's configuration of torch, for a `TorchTrainer` whose workers are islands.
+
+    Args:
+        workers: of an island; they are a torch.distributed world of their own.
+        backend, timeout_s: of that world, as Ray's.
+
+    Raises:
+        ValueError: Ray Train v1, or `workers` below 1. What does not fit the Trainer ends `fit`.
+    """
+
+    workers: int = 1
+
+    def __post_init__(self) -> None:
+        if not is_v2_enabled() or self.workers < 1:
+            raise ValueError(
+                f"workers={self.workers}, RAY_TRAIN_V2_ENABLED={int(is_v2_enabled())}: an island "
+                "has 1 worker or more, and Ray Train v1 starts no worker alone: set 1"
+            )
+
+    @property
+    def backend_cls(self) -> type:
+        return _Backend
+
+    @property
+    def train_func_context(self) -> type:
+        return _Island
+
+
+def report(exchange: Exchange, metrics: dict[str, Any], checkpoint: Any = None) -> bool:
+    """Call `ray.train.report`, a barrier over all workers, if all islands are here: they ask each
+    other. All ranks of all islands call this at the same step, before `finish()` or behind
+    `finish(close=False)`.
+
+    Returns:
+        Whether it was reported: not while an island is away.
+    """
+    topology = exchange.topology
+    here = [float(i == topology.island) for i in range(topology.islands)]
+    present = all(exchange.across_islands.mean(here))
+    if present:
+        ray.train.report(metrics, checkpoint=checkpoint)
+    return present
+
+
+def stop(name: str) -> None:
+    """Stop the run of this `RunConfig.name` in order: each island ends its step, saves under
+    `guard` and ends its train function, and `fit` returns. Any driver of the cluster may call it.
+
+    Raises:
+        ValueError: no such run is under way.
+    """
+    ray.get(ray.get_actor(f"store of {name}", NAMESPACE).stop.remote())
+
+
+def fit(trainer: Any) -> Any:
+    """Call `trainer.fit()`, and `stop` where this driver gets SIGTERM, as by `ray job stop`: Ray
+    kills it RAY_JOB_STOP_WAIT_TIME_S later, so give that variable of the job the seconds of a save.
+    """
+
+    def told(*_: object) -> None:
+        threading.Thread(target=stop, args=(trainer.run_config.name,), daemon=True).start()
+
+    before = signal.signal(signal.SIGTERM, told)
+    try:
+        return trainer.fit()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class StoreActor:
+    """The store of a run, the wish to stop it, and the place where workers of an island meet."""
+
+    def __init__(self, bind: str, token: str, workers: int, file: str):
+        self._workers, self._stops = workers, False
+        self._waiting: dict[int, dict[int, Any]] = {}
+        self._met: dict[int, list[Any]] = {}
+        listener = listen(bind)  # the rest in one thread, as its file needs it
+        serve = lambda: StoreServer(listener, file, token).serve_while(lambda: True)  # noqa: E731
+        threading.Thread(target=serve, daemon=True).start()
+
+    def stop(self) -> None:
+        self._stops = True
+
+    def come(self, island: int, rank: int, said: Any) -> None:
+        """Wait, as a worker, for the others of a new start of its island."""
+        came = self._waiting.setdefault(island, {})
+        came[rank] = said
+        if len(came) == self._workers:
+            self._met[island] = [came[r] for r in range(self._workers)]
+            del self._waiting[island]
+
+    def look(self, island: int) -> tuple[bool, bool, list[Any]]:
+        """Whether the run is told to stop, whether the island has begun a new start, and what the
+        workers have said that met last."""
+        return self._stops, island in self._waiting, self._met.get(island, [])
+
+
+class _Backend(ray_torch._TorchBackend):
+    """Gives workers their places: all at first, and later one that was started again."""
+
+    has_replica_groups = True
+    _actor: Any = None
+    _provider: Any = None
+    _starts = 0
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        """Give each worker of this group its place, in the controller."""
+        config, whole = backend_config, isinstance(worker_group, WorkerGroup)
+        if whole:
+            self._begin(worker_group, config)
+        gpus = worker_group.get_resources_per_worker().get("GPU", 0)
+        common = {"workers": config.workers, "actor": self._actor, "timeout_s": config.timeout_s}
+        common["backend"] = config.backend or ("nccl" if gpus else "gloo")
+        placed = []
+        for worker in worker_group.get_workers():
+            island, rank = divmod(worker.distributed_context.world_rank, config.workers)
+            place = {"island": island, "rank": rank, **common}
+            again = None if whole else self._provider
+            placed.append(worker.execute_async(_take, place, self._env, again))
+        ray.get(placed)
+
+    def _begin(self, group: WorkerGroup, config: IslandTorchConfig) -> None:
+        """Begin a start of all islands, under a run id of its own."""
+        run, number = group._train_run_context, len(group)
+        name, most = run.run_config.name, run.run_config.failure_config.max_failures
+        self._provider = group.execute_single(0, lambda: get_train_context().dataset_shard_provider)
+        named = self._provider._dataset_names if self._provider else set()
+        wanted = run.dataset_config._datasets_to_split
+        split = sorted(named if wanted == "all" else named & set(wanted))
+        checks = {
+            f"num_workers={number} with workers={config.workers} of an island: give a multiple": (
+                number % config.workers
+            ),
+            f"num_workers={run.scaling_config.num_workers}, which is elastic: give one number, "
+            "since islands come and go by themselves": run.scaling_config.elasticity_enabled,
+            f"datasets={split}, which Ray deals to all workers in step, so that one that is lost "
+            "stops all: give each island a dataset of its own and DataConfig(datasets_to_split=[])"
+            " (docs/engines.md#ray-train)": split and most,
+        }
+        for text, wrong in checks.items():
+            if wrong:
+                raise ValueError(f"IslandTorchConfig found {text}")
+        if not most:
+            text = "max_failures=0: when an island is lost Ray ends the run. With FailureConfig("
+            log.warning("%smax_failures=9) it comes back, and the others train on", text)
+        if self._actor is None:
+            self._start_store(name, config.workers)
+        self._starts += 1
+        self._env["ISLAND_COUNT"] = str(number // config.workers)
+        self._env["ISLAND_RUN"] = f"{name}.{self._starts}"
+
+    def _start_store(self, name: str, workers: int) -> None:
+        """Start the store beside the controller. If it dies, it comes back on its port and file."""
+        bind, token = join_address(*get_address_and_port()), secrets.token_hex(32)
+        made = ray.remote(num_cpus=0)(StoreActor).options(
+            name=f"store of {name}",
+            namespace=NAMESPACE,
+            max_restarts=-1,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(
+                ray.get_runtime_context().get_node_id(), soft=False
+            ),
+        )
+        file = os.path.join(tempfile.mkdtemp(prefix="fsdp_demo-"), "store.sqlite")
+        self._actor = made.remote(bind, token, workers, file)
+        self._env = {"ISLAND_ENDPOINT": bind, "ISLAND_TOKEN": token}
+
+
+_place: dict[str, Any] = {}  # of this process, a worker
+
+
+def _take(place: dict[str, Any], env: dict[str, str], provider: Any) -> None:
+    """Take a place, as a worker. provider: of the datasets, for one that was started again: the new
+    one of ray 2.60 counts one worker, and has nothing for any but the first."""
+    _place.update(place)
+    ray_torch._set_torch_distributed_env_vars()
+    os.environ.update(env, ISLAND_RANK=str(place["island"]), RANK=str(place["rank"]))
+    os.environ["WORLD_SIZE"] = str(place["workers"])
+    os.environ["ISLAND_ADDRESS"] = ray.util.get_node_ip_address()
+    if provider is not None:
+        get_train_context().dataset_shard_provider = provider
+
+
+class _Island(ray_torch.TorchConfigContextManager):
+    """The context of a train function: its island is a world of torch.distributed, and a wish to
+    stop ends the function without an error."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._thread, self._over, self._hosted = (
+            threading.get_ident(),
+            threading.Event(),
+            ExitStack(),
+        )
+        self._hosted.enter_context(hosted())
+        self._meet(_place["rank"], _place["workers"], _place["timeout_s"])
+        threading.Thread(target=self._watch, name="ray stop", daemon=True).start()
+
+    def _look(self) -> tuple[bool, bool, list[Any]]:
+        while True:
+            try:
+                return ray.get(_place["actor"].look.remote(_place["island"]))
+            except RayError:  # the actor is started again
+                time.sleep(LOOK)
+
+    def _meet(self, rank: int, workers: int, seconds: int) -> None:
+        """Make the island's world when all its workers are here."""
+        end, node = time.monotonic() + seconds, ray.get_runtime_context().get_node_id()
+        said = [*get_address_and_port(), node, secrets.token_hex(4)]
+        ray.get(_place["actor"].come.remote(_place["island"], rank, said))
+        while said not in (met := self._look()[2]):
+            if time.monotonic() > end:
+                raise RuntimeError(
+                    f"timeout_s={seconds}: not all {workers} workers of this island came"
+                )
+            time.sleep(LOOK)
+        near = [node for *_, node, _ in met]
+        os.environ["LOCAL_RANK"] = str(near[:rank].count(node))
+        os.environ["LOCAL_WORLD_SIZE"] = str(near.count(node))
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = met[0][0], str(met[0][1])
+        ray_torch._setup_torch_process_group(_place["backend"], rank, workers, "env://", seconds)
+
+    def _watch(self) -> None:
+        while not self._over.wait(LOOK):
+            stops, torn, _ = self._look()
+            if torn:
+                log.error("a worker of this island was lost: this one ends, and both come back")
+                leave(SAVED)
+            if stops and not has_joined():  # it may wait for others that have ended
+                ended = ctypes.c_ulong(self._thread), ctypes.py_object(SystemExit)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(*ended)
+                return
+            for exchange in _exchanges() if stops else ():
+                exchange.request_stop()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        self._over.set()
+        self._hosted.close()
+        if error is None:
+            return False
+        for exchange in _exchanges():
+            exchange.detach()
+        if isinstance(error, Finished):
+            log.warning("%s", error)
+            return True
+        left = isinstance(error, SystemExit)
+        if (left or isinstance(error, Stopped)) and self._look()[0]:
+            log.warning("island %d has stopped, as its run was told to", _place["island"])
+            return True
+        if left:
+            raise RuntimeError(
+                f"island {_place['island']} ended with status {error.code}"
+            ) from None
+        return False
+
+
+def _exchanges() -> list[Exchange]:
+    """The exchanges of this process that have not ended, whoever made them."""
+    found = [e for e in gc.get_objects() if type(e) is Exchange and hasattr(e, "_runtime")]
+    return [e for e in found if not e.closed]
