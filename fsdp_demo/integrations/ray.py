@@ -19,7 +19,6 @@ import signal
 import tempfile
 import threading
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +31,6 @@ from ray.train.torch import config as ray_torch
 from ray.train.v2._internal.constants import is_v2_enabled
 from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ..errors import Stopped
 from ..exchange.exchange import Exchange
@@ -45,18 +43,17 @@ log = logging.getLogger("fsdp_demo")
 
 LOOK = 0.5  # seconds between two questions of a worker to the store's actor
 NAMESPACE = "fsdp_demo"  # of that actor, so that other drivers find it
+PAGE = " (docs/engines.md#ray-train)"
 
 
 @dataclass
 class IslandTorchConfig(TorchConfig):
-    """Ray's configuration of torch, for a `TorchTrainer` whose workers are islands.
+    """Ray's configuration of torch, for a `TorchTrainer` whose workers are islands. Raises
+    ValueError; what does not fit the Trainer is said when it fits, and ends it.
 
     Args:
-        workers: of an island; they are a torch.distributed world of their own.
-        backend, timeout_s: of that world, as Ray's.
-
-    Raises:
-        ValueError: Ray Train v1, or `workers` below 1. What does not fit the Trainer ends `fit`.
+        workers: of an island, whose world of torch.distributed they are.
+        backend, timeout_s: of that world.
     """
 
     workers: int = 1
@@ -68,27 +65,18 @@ class IslandTorchConfig(TorchConfig):
                 "has 1 worker or more, and Ray Train v1 starts no worker alone: set 1"
             )
 
-    @property
-    def backend_cls(self) -> type:
-        return _Backend
-
-    @property
-    def train_func_context(self) -> type:
-        return _Island
+    backend_cls = property(lambda self: _Backend)
+    train_func_context = property(lambda self: _Island)
 
 
 def report(exchange: Exchange, metrics: dict[str, Any], checkpoint: Any = None) -> bool:
-    """Call `ray.train.report`, a barrier over all workers, if all islands are here: they ask each
-    other. All ranks of all islands call this at the same step, before `finish()` or behind
-    `finish(close=False)`.
-
-    Returns:
-        Whether it was reported: not while an island is away.
+    """Call `ray.train.report`, a barrier over all workers, unless an island is away: the islands
+    ask each other first. Returns whether it was reported. All ranks of all islands call this at
+    the same step, before `finish()` or behind `finish(close=False)`.
     """
     topology = exchange.topology
     here = [float(i == topology.island) for i in range(topology.islands)]
-    present = all(exchange.across_islands.mean(here))
-    if present:
+    if present := all(exchange.across_islands.mean(here)):
         ray.train.report(metrics, checkpoint=checkpoint)
     return present
 
@@ -96,9 +84,7 @@ def report(exchange: Exchange, metrics: dict[str, Any], checkpoint: Any = None) 
 def stop(name: str) -> None:
     """Stop the run of this `RunConfig.name` in order: each island ends its step, saves under
     `guard` and ends its train function, and `fit` returns. Any driver of the cluster may call it.
-
-    Raises:
-        ValueError: no such run is under way.
+    Raises ValueError: no such run is under way.
     """
     ray.get(ray.get_actor(f"store of {name}", NAMESPACE).stop.remote())
 
@@ -107,10 +93,8 @@ def fit(trainer: Any) -> Any:
     """Call `trainer.fit()`, and `stop` where this driver gets SIGTERM, as by `ray job stop`: Ray
     kills it RAY_JOB_STOP_WAIT_TIME_S later, so give that variable of the job the seconds of a save.
     """
-
-    def told(*_: object) -> None:
-        threading.Thread(target=stop, args=(trainer.run_config.name,), daemon=True).start()
-
+    name = (trainer.run_config.name,)
+    told = lambda *_: threading.Thread(target=stop, args=name, daemon=True).start()  # noqa: E731
     before = signal.signal(signal.SIGTERM, told)
     try:
         return trainer.fit()
@@ -141,18 +125,16 @@ class StoreActor:
             del self._waiting[island]
 
     def look(self, island: int) -> tuple[bool, bool, list[Any]]:
-        """Whether the run is told to stop, whether the island has begun a new start, and what the
-        workers have said that met last."""
+        """Whether the run is told to stop, whether workers of the island wait for others of a new
+        start, and what those said that met last."""
         return self._stops, island in self._waiting, self._met.get(island, [])
 
 
 class _Backend(ray_torch._TorchBackend):
     """Gives workers their places: all at first, and later one that was started again."""
 
-    has_replica_groups = True
+    has_replica_groups, _starts = True, 0
     _actor: Any = None
-    _provider: Any = None
-    _starts = 0
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         """Give each worker of this group its place, in the controller."""
@@ -162,15 +144,14 @@ class _Backend(ray_torch._TorchBackend):
         gpus = worker_group.get_resources_per_worker().get("GPU", 0)
         common = {"workers": config.workers, "actor": self._actor, "timeout_s": config.timeout_s}
         common["backend"] = config.backend or ("nccl" if gpus else "gloo")
-        placed = []
+        placed, again = [], None if whole else self._provider
         for worker in worker_group.get_workers():
             island, rank = divmod(worker.distributed_context.world_rank, config.workers)
             place = {"island": island, "rank": rank, **common}
-            again = None if whole else self._provider
             placed.append(worker.execute_async(_take, place, self._env, again))
         ray.get(placed)
 
-    def _begin(self, group: WorkerGroup, config: IslandTorchConfig) -> None:
+    def _begin(self, group: Any, config: IslandTorchConfig) -> None:
         """Begin a start of all islands, under a run id of its own."""
         run, number = group._train_run_context, len(group)
         name, most = run.run_config.name, run.run_config.failure_config.max_failures
@@ -179,14 +160,13 @@ class _Backend(ray_torch._TorchBackend):
         wanted = run.dataset_config._datasets_to_split
         split = sorted(named if wanted == "all" else named & set(wanted))
         checks = {
-            f"num_workers={number} with workers={config.workers} of an island: give a multiple": (
-                number % config.workers
+            f"num_workers={number}: give a multiple of workers={config.workers}, which an island "
+            "has": number % config.workers,
+            "an elastic num_workers: give a number, since islands come and go by themselves": (
+                run.scaling_config.elasticity_enabled
             ),
-            f"num_workers={run.scaling_config.num_workers}, which is elastic: give one number, "
-            "since islands come and go by themselves": run.scaling_config.elasticity_enabled,
-            f"datasets={split}, which Ray deals to all workers in step, so that one that is lost "
-            "stops all: give each island a dataset of its own and DataConfig(datasets_to_split=[])"
-            " (docs/engines.md#ray-train)": split and most,
+            f"datasets={split}, dealt to all workers in step, so that a lost one stops all: give "
+            "each island its own, and DataConfig(datasets_to_split=[])" + PAGE: split and most,
         }
         for text, wrong in checks.items():
             if wrong:
@@ -203,16 +183,11 @@ class _Backend(ray_torch._TorchBackend):
     def _start_store(self, name: str, workers: int) -> None:
         """Start the store beside the controller. If it dies, it comes back on its port and file."""
         bind, token = join_address(*get_address_and_port()), secrets.token_hex(32)
-        made = ray.remote(num_cpus=0)(StoreActor).options(
-            name=f"store of {name}",
-            namespace=NAMESPACE,
-            max_restarts=-1,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(
-                ray.get_runtime_context().get_node_id(), soft=False
-            ),
-        )
         file = os.path.join(tempfile.mkdtemp(prefix="fsdp_demo-"), "store.sqlite")
-        self._actor = made.remote(bind, token, workers, file)
+        here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+        made = ray.remote(num_cpus=0, max_restarts=-1, label_selector=here)(StoreActor)
+        named = made.options(name=f"store of {name}", namespace=NAMESPACE)
+        self._actor = named.remote(bind, token, workers, file)
         self._env = {"ISLAND_ENDPOINT": bind, "ISLAND_TOKEN": token}
 
 
@@ -237,12 +212,9 @@ class _Island(ray_torch.TorchConfigContextManager):
 
     def __enter__(self) -> None:
         super().__enter__()
-        self._thread, self._over, self._hosted = (
-            threading.get_ident(),
-            threading.Event(),
-            ExitStack(),
-        )
-        self._hosted.enter_context(hosted())
+        self._thread, self._over = threading.get_ident(), threading.Event()
+        self._hosted = hosted()
+        self._hosted.__enter__()
         self._meet(_place["rank"], _place["workers"], _place["timeout_s"])
         threading.Thread(target=self._watch, name="ray stop", daemon=True).start()
 
@@ -260,11 +232,9 @@ class _Island(ray_torch.TorchConfigContextManager):
         ray.get(_place["actor"].come.remote(_place["island"], rank, said))
         while said not in (met := self._look()[2]):
             if time.monotonic() > end:
-                raise RuntimeError(
-                    f"timeout_s={seconds}: not all {workers} workers of this island came"
-                )
+                raise RuntimeError(f"not all {workers} workers of this island came (timeout_s)")
             time.sleep(LOOK)
-        near = [node for *_, node, _ in met]
+        near = [other[2] for other in met]
         os.environ["LOCAL_RANK"] = str(near[:rank].count(node))
         os.environ["LOCAL_WORLD_SIZE"] = str(near.count(node))
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = met[0][0], str(met[0][1])
@@ -285,23 +255,20 @@ class _Island(ray_torch.TorchConfigContextManager):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
         self._over.set()
-        self._hosted.close()
-        if error is None:
-            return False
-        for exchange in _exchanges():
+        self._hosted.__exit__(None, None, None)
+        for exchange in _exchanges() if error else ():
             exchange.detach()
-        if isinstance(error, Finished):
-            log.warning("%s", error)
-            return True
         left = isinstance(error, SystemExit)
-        if (left or isinstance(error, Stopped)) and self._look()[0]:
-            log.warning("island %d has stopped, as its run was told to", _place["island"])
-            return True
-        if left:
-            raise RuntimeError(
-                f"island {_place['island']} ended with status {error.code}"
-            ) from None
-        return False
+        told = (left or isinstance(error, Stopped)) and self._look()[0]
+        if left and not told:
+            raise RuntimeError(f"island {_place['island']} ended with status {error.code}")
+        if done := told or isinstance(error, Finished):
+            log.warning(
+                "island %d ends: %s",
+                _place["island"],
+                "its run was told to stop" if told else error,
+            )
+        return done
 
 
 def _exchanges() -> list[Exchange]:
