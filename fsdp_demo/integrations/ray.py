@@ -1,12 +1,10 @@
-"""Ray Train, whose workers are the islands of one run:
+"""Ray Train, whose workers are the islands of one run: `TorchTrainer(...,
+torch_config=IslandTorchConfig())`.
 
-    TorchTrainer(train, torch_config=IslandTorchConfig(), scaling_config=ScalingConfig(num_workers=2),
-                 run_config=RunConfig(name="first", failure_config=FailureConfig(max_failures=9)))
-
-A worker that is lost is started again alone, and joins the others. Facts: ray 2.60, `TorchftConfig`
-and `WorkerGroup._start_impl`, where a replica group has one worker; `replace_replica_group` starts
+A lost worker is started again alone, and joins the others. Facts: ray 2.60, `TorchftConfig`, and
+`WorkerGroup._start_impl`, where each replica group has one worker; `replace_replica_group` starts
 one after another. So the workers of an island meet in their own threads, not in the controller.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -20,9 +18,8 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import ray
 import ray.train
 from ray.exceptions import RayError
 from ray.train._internal.utils import get_address_and_port
@@ -43,7 +40,6 @@ log = logging.getLogger("fsdp_demo")
 
 LOOK = 0.5  # seconds between two questions of a worker to the store's actor
 NAMESPACE = "fsdp_demo"  # of that actor, so that other drivers find it
-PAGE = " (docs/engines.md#ray-train)"
 
 
 @dataclass
@@ -102,13 +98,20 @@ def fit(trainer: Any) -> Any:
         signal.signal(signal.SIGTERM, before)
 
 
+class Place(NamedTuple):
+    """What a worker needs beside variables: the store's actor, and how its world is made."""
+
+    actor: Any
+    backend: str
+    timeout_s: int
+
+
 class StoreActor:
     """The store of a run, the wish to stop it, and the place where workers of an island meet."""
 
     def __init__(self, bind: str, token: str, workers: int, file: str):
         self._workers, self._stops = workers, False
-        self._waiting: dict[int, dict[int, Any]] = {}
-        self._met: dict[int, list[Any]] = {}
+        self._waiting, self._met = dict[str, dict[int, Any]](), dict[str, list[Any]]()
         listener = listen(bind)  # the rest in one thread, as its file needs it
         serve = lambda: StoreServer(listener, file, token).serve_while(lambda: True)  # noqa: E731
         threading.Thread(target=serve, daemon=True).start()
@@ -116,7 +119,7 @@ class StoreActor:
     def stop(self) -> None:
         self._stops = True
 
-    def come(self, island: int, rank: int, said: Any) -> None:
+    def come(self, island: str, rank: int, said: Any) -> None:
         """Wait, as a worker, for the others of a new start of its island."""
         came = self._waiting.setdefault(island, {})
         came[rank] = said
@@ -124,7 +127,7 @@ class StoreActor:
             self._met[island] = [came[r] for r in range(self._workers)]
             del self._waiting[island]
 
-    def look(self, island: int) -> tuple[bool, bool, list[Any]]:
+    def look(self, island: str) -> tuple[bool, bool, list[Any]]:
         """Whether the run is told to stop, whether workers of the island wait for others of a new
         start, and what those said that met last."""
         return self._stops, island in self._waiting, self._met.get(island, [])
@@ -141,14 +144,15 @@ class _Backend(ray_torch._TorchBackend):
         config, whole = backend_config, isinstance(worker_group, WorkerGroup)
         if whole:
             self._begin(worker_group, config)
-        gpus = worker_group.get_resources_per_worker().get("GPU", 0)
-        common = {"workers": config.workers, "actor": self._actor, "timeout_s": config.timeout_s}
-        common["backend"] = config.backend or ("nccl" if gpus else "gloo")
-        placed, again = [], None if whole else self._provider
+        if not whole or self._starts > 1:
+            self._env["ISLAND_RESUME"] = "auto"
+        gpu = worker_group.get_resources_per_worker().get("GPU", 0)
+        place = Place(self._actor, config.backend or ("nccl" if gpu else "gloo"), config.timeout_s)
+        placed, provider = [], None if whole else self._provider
         for worker in worker_group.get_workers():
             island, rank = divmod(worker.distributed_context.world_rank, config.workers)
-            place = {"island": island, "rank": rank, **common}
-            placed.append(worker.execute_async(_take, place, self._env, again))
+            env = self._env | {"ISLAND_RANK": str(island), "RANK": str(rank)}
+            placed.append(worker.execute_async(_take, place, env, provider))
         ray.get(placed)
 
     def _begin(self, group: Any, config: IslandTorchConfig) -> None:
@@ -160,13 +164,14 @@ class _Backend(ray_torch._TorchBackend):
         wanted = run.dataset_config._datasets_to_split
         split = sorted(named if wanted == "all" else named & set(wanted))
         checks = {
-            f"num_workers={number}: give a multiple of workers={config.workers}, which an island "
-            "has": number % config.workers,
+            f"num_workers={number}: give a multiple of {config.workers}, an island's workers": (
+                number % config.workers
+            ),
             "an elastic num_workers: give a number, since islands come and go by themselves": (
                 run.scaling_config.elasticity_enabled
             ),
             f"datasets={split}, dealt to all workers in step, so that a lost one stops all: give "
-            "each island its own, and DataConfig(datasets_to_split=[])" + PAGE: split and most,
+            "each island its own, and DataConfig(datasets_to_split=[])": split and most,
         }
         for text, wrong in checks.items():
             if wrong:
@@ -177,8 +182,8 @@ class _Backend(ray_torch._TorchBackend):
         if self._actor is None:
             self._start_store(name, config.workers)
         self._starts += 1
-        self._env["ISLAND_COUNT"] = str(number // config.workers)
-        self._env["ISLAND_RUN"] = f"{name}.{self._starts}"
+        self._env |= {"ISLAND_COUNT": str(number // config.workers)}
+        self._env |= {"ISLAND_RUN": f"{name}.{self._starts}", "WORLD_SIZE": str(config.workers)}
 
     def _start_store(self, name: str, workers: int) -> None:
         """Start the store beside the controller. If it dies, it comes back on its port and file."""
@@ -191,17 +196,12 @@ class _Backend(ray_torch._TorchBackend):
         self._env = {"ISLAND_ENDPOINT": bind, "ISLAND_TOKEN": token}
 
 
-_place: dict[str, Any] = {}  # of this process, a worker
-
-
-def _take(place: dict[str, Any], env: dict[str, str], provider: Any) -> None:
+def _take(place: Place, env: dict[str, str], provider: Any) -> None:
     """Take a place, as a worker. provider: of the datasets, for one that was started again: the new
     one of ray 2.60 counts one worker, and has nothing for any but the first."""
-    _place.update(place)
+    _Island.place = place
     ray_torch._set_torch_distributed_env_vars()
-    os.environ.update(env, ISLAND_RANK=str(place["island"]), RANK=str(place["rank"]))
-    os.environ["WORLD_SIZE"] = str(place["workers"])
-    os.environ["ISLAND_ADDRESS"] = ray.util.get_node_ip_address()
+    os.environ.update(env, ISLAND_ADDRESS=ray.util.get_node_ip_address())
     if provider is not None:
         get_train_context().dataset_shard_provider = provider
 
@@ -210,18 +210,19 @@ class _Island(ray_torch.TorchConfigContextManager):
     """The context of a train function: its island is a world of torch.distributed, and a wish to
     stop ends the function without an error."""
 
+    place: Place  # of this process, a worker
+
     def __enter__(self) -> None:
         super().__enter__()
-        self._thread, self._over = threading.get_ident(), threading.Event()
-        self._hosted = hosted()
+        self._thread, self._over, self._hosted = threading.get_ident(), threading.Event(), hosted()
+        self._name = f"{os.environ['ISLAND_RUN']}, island {os.environ['ISLAND_RANK']}"
         self._hosted.__enter__()
-        self._meet(_place["rank"], _place["workers"], _place["timeout_s"])
-        threading.Thread(target=self._watch, name="ray stop", daemon=True).start()
+        self._meet(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), self.place.timeout_s)
 
     def _look(self) -> tuple[bool, bool, list[Any]]:
         while True:
             try:
-                return ray.get(_place["actor"].look.remote(_place["island"]))
+                return ray.get(self.place.actor.look.remote(self._name))
             except RayError:  # the actor is started again
                 time.sleep(LOOK)
 
@@ -229,26 +230,27 @@ class _Island(ray_torch.TorchConfigContextManager):
         """Make the island's world when all its workers are here."""
         end, node = time.monotonic() + seconds, ray.get_runtime_context().get_node_id()
         said = [*get_address_and_port(), node, secrets.token_hex(4)]
-        ray.get(_place["actor"].come.remote(_place["island"], rank, said))
+        ray.get(self.place.actor.come.remote(self._name, rank, said))
         while said not in (met := self._look()[2]):
+            time.sleep(LOOK)
             if time.monotonic() > end:
                 raise RuntimeError(f"not all {workers} workers of this island came (timeout_s)")
-            time.sleep(LOOK)
         near = [other[2] for other in met]
-        os.environ["LOCAL_RANK"] = str(near[:rank].count(node))
-        os.environ["LOCAL_WORLD_SIZE"] = str(near.count(node))
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = met[0][0], str(met[0][1])
-        ray_torch._setup_torch_process_group(_place["backend"], rank, workers, "env://", seconds)
+        local, size = str(near[:rank].count(node)), str(near.count(node))
+        os.environ.update(MASTER_ADDR=met[0][0], MASTER_PORT=str(met[0][1]))
+        os.environ.update(LOCAL_RANK=local, LOCAL_WORLD_SIZE=size)
+        threading.Thread(target=self._watch, name="ray stop", daemon=True).start()
+        ray_torch._setup_torch_process_group(self.place.backend, rank, workers, "env://", seconds)
 
     def _watch(self) -> None:
         while not self._over.wait(LOOK):
             stops, torn, _ = self._look()
             if torn:
-                log.error("a worker of this island was lost: this one ends, and both come back")
+                log.error("%s has lost a worker: this one ends, and both come back", self._name)
                 leave(SAVED)
             if stops and not has_joined():  # it may wait for others that have ended
-                ended = ctypes.c_ulong(self._thread), ctypes.py_object(SystemExit)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(*ended)
+                thread, raised = ctypes.c_ulong(self._thread), ctypes.py_object(SystemExit)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, raised)
                 return
             for exchange in _exchanges() if stops else ():
                 exchange.request_stop()
@@ -261,13 +263,9 @@ class _Island(ray_torch.TorchConfigContextManager):
         left = isinstance(error, SystemExit)
         told = (left or isinstance(error, Stopped)) and self._look()[0]
         if left and not told:
-            raise RuntimeError(f"island {_place['island']} ended with status {error.code}")
+            raise RuntimeError(f"{self._name} has ended with status {error.code}: its log says why")
         if done := told or isinstance(error, Finished):
-            log.warning(
-                "island %d ends: %s",
-                _place["island"],
-                "its run was told to stop" if told else error,
-            )
+            log.warning("%s ends: %s", self._name, "its run is told to stop" if told else error)
         return done
 
 

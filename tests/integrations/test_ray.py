@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ pytest.importorskip("ray.train", reason="pip install -e '.[ray]'")
 
 import ray  # noqa: E402
 from ray import init as ray_init  # noqa: E402
+from ray.train import DataConfig, FailureConfig, RunConfig  # noqa: E402
 
 from fsdp_demo.integrations import ray as islands  # noqa: E402
 
@@ -76,8 +78,9 @@ def watched(train: Any) -> Any:
         def after(exchange: Any) -> None:
             """At the end of each step."""
             kept[:] = [exchange]
-            seen["alive"].add(exchange.metrics()["alive"])
-            time.sleep(config["pause"])
+            (folder / f"begun{name}").touch()
+            seen["alive"].add(alive := exchange.metrics()["alive"])
+            time.sleep(0.02 if alive > 1 else 0.3)
             mine = config.get("dies") == [topology.island, topology.rank]
             if mine and not life and exchange.step == 25:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -91,6 +94,7 @@ def watched(train: Any) -> Any:
             return exchange
 
         fsdp_demo.attach, ray.train.report = attached, counted
+        torch.manual_seed(0)  # ranks of an island begin alike
         train(config)
         (exchange,) = kept
         shard = ray.train.get_dataset_shard(f"part{topology.island}")
@@ -113,11 +117,163 @@ def said(folder: Path) -> dict[str, SimpleNamespace]:
 def test_ray_killed_island_comes_back(cluster: None, tmp_path: Path) -> None:
     """A killed worker joins the others, who trained on and reported nothing meanwhile, with the
     rows of its own part; all end with one model."""
-    islands.fit(page(tmp_path, pause=0.2, dies=[1, 0], steps=500))
+    islands.fit(page(tmp_path, dies=[1, 0], steps=400))
     stayed, back = said(tmp_path)["0.0"], said(tmp_path)["1.0"]
     assert stayed.alive == [1, 2] and stayed.life == 0 and stayed.first == 0
-    assert back.life == 1 and 25 < back.first < 500 and back.alive == [2]
-    assert stayed.step == back.step == 500 and stayed.equal and back.equal
+    assert back.life == 1 and 25 < back.first < 400 and back.alive == [2]
+    assert stayed.step == back.step == 400 and stayed.equal and back.equal
     assert 0 < back.reported == stayed.reported < 10
-    assert back.bytes >= 8 * (500 - back.first) // 10  # a weight and a bias each time
+    assert back.bytes >= 8 * (400 - back.first) // 10  # a weight and a bias each time
     assert not set(stayed.rows) & set(back.rows) and len(stayed.rows + back.rows) == 200
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ray_islands_of_two_workers(cluster: None, tmp_path: Path) -> None:
+    """Two workers are an island with a world of their own; when one is killed, both come back."""
+    trainer = page(tmp_path, dies=[1, 1], steps=400)
+    trainer.backend_config.workers = 2
+    trainer.scaling_config.num_workers = 4
+    trainer.scaling_config.resources_per_worker = {"CPU": 0.5}
+    islands.fit(trainer)
+    found = said(tmp_path)
+    assert sorted(found) == ["0.0", "0.1", "1.0", "1.1"]
+    assert all(w.ranks == 2 and w.equal and w.step == 400 for w in found.values())
+    assert found["0.0"].alive == [1, 2] and found["0.0"].life == found["0.1"].life == 0
+    assert found["1.0"].life == found["1.1"].life == 1 and found["1.0"].first > 25
+
+
+def stop_once(folder: Path, begun: str) -> None:
+    """SIGTERM to this process, soon after there are two files `begun`."""
+
+    def wait() -> None:
+        while len(list(folder.glob(begun))) < 2:
+            time.sleep(0.2)
+        time.sleep(2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def saved_step(folder: Path) -> int:
+    """The one step of the newest checkpoints of both islands."""
+    steps = [[int(c.name[11:]) for c in i.glob("checkpoint-*")] for i in folder.glob("island?")]
+    (step,) = {max(found) for found in steps}
+    return step
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ray_stop_and_resume(cluster: None, tmp_path: Path) -> None:
+    """SIGTERM to the driver, as of `ray job stop`, stops all islands in order: they save, `fit`
+    returns, and the same trainer goes on from there."""
+    stop_once(tmp_path, "begun*")
+    islands.fit(page(tmp_path, steps=100_000))
+    step = saved_step(tmp_path)
+    assert 0 < step < 100_000 and not said(tmp_path)
+    islands.fit(page(tmp_path, steps=step + 60))
+    found = said(tmp_path)
+    assert [w.first for w in found.values()] == [step, step]
+    assert all(w.step == step + 60 and w.equal and w.reported for w in found.values())
+
+
+def of_trainer(_: Any) -> Any:
+    """A train function with a Trainer of transformers."""
+
+    def run(config: dict[str, Any]) -> None:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+        import fsdp_demo
+        from fsdp_demo.integrations.trainer import ExchangeCallback
+
+        torch.manual_seed(1)
+        topology, folder = fsdp_demo.Topology.from_env(), Path(config["folder"])
+        small = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32}
+        heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(**small, **heads))
+        ids = torch.arange(topology.island, 64, 2)[:, None] + torch.arange(8)
+        rows = [{"input_ids": row % 32, "labels": row % 32} for row in ids]
+        args = TrainingArguments(
+            folder, max_steps=config["steps"], use_cpu=True, report_to=[], save_steps=500
+        )
+        begun = (folder / f"begun{topology.island}").touch
+        model.register_forward_pre_hook(lambda *_: begun())
+        callback = ExchangeCallback("diloco", period=5)
+        trainer = Trainer(model, args, train_dataset=rows, callbacks=[callback])
+        trainer.train(resume_from_checkpoint="auto")
+        digest = sum(float(p.detach().double().sum()) for p in model.parameters())
+        step, sent = trainer.state.global_step, callback.exchange.metrics()["bytes_sent"]
+        (folder / f"out{topology.island}").write_text(json.dumps([step, digest, sent > 0]))
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ray_runs_a_trainer_of_transformers(cluster: None, tmp_path: Path) -> None:
+    """A Trainer in a train function takes the callback, stops in order, and resumes."""
+    stop_once(tmp_path, "begun*")
+    islands.fit(page(tmp_path, of_trainer, steps=100_000))
+    step = saved_step(tmp_path)
+    assert 0 < step < 100_000 and not list(tmp_path.glob("out*"))
+    islands.fit(page(tmp_path, of_trainer, steps=step + 10))
+    first, second = (json.loads((tmp_path / f"out{i}").read_text()) for i in range(2))
+    assert first == second and first[::2] == [step + 10, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"number": 3, "workers": 2}, "num_workers=3: give a multiple of 2, an island's workers"),
+        ({"elastic": True}, "an elastic num_workers: give a number"),
+        ({"named": {"train"}}, r"datasets=\['train'\], dealt to all workers in step"),
+    ],
+)
+def test_ray_refusals(changes: dict[str, Any], text: str) -> None:
+    """What cannot work is refused in a sentence, when the workers have started."""
+    with pytest.raises(ValueError, match=text):
+        begin(**changes)
+    with pytest.raises(ValueError, match="workers=0, RAY_TRAIN_V2_ENABLED=1"):
+        islands.IslandTorchConfig(workers=0)
+
+
+def begin(
+    number: int = 2,
+    workers: int = 1,
+    elastic: bool = False,
+    named: frozenset[str] = frozenset(),
+    most: int = 1,
+) -> Any:
+    """What the backend has when it has begun with such a group."""
+    run = SimpleNamespace(
+        run_config=RunConfig(failure_config=FailureConfig(max_failures=most)),
+        scaling_config=SimpleNamespace(elasticity_enabled=elastic),
+        dataset_config=DataConfig(),
+    )
+
+    class Group:
+        _train_run_context = run
+
+        def __len__(self) -> int:
+            return number
+
+        def execute_single(self, *_: Any) -> Any:
+            return SimpleNamespace(_dataset_names=set(named))
+
+    backend = islands._Backend()
+    backend._actor, backend._env = "there", {}
+    backend._begin(Group(), islands.IslandTorchConfig(workers=workers))
+    return backend
+
+
+def test_ray_says_where_nobody_comes_back(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """max_failures=0 is said, and then Ray may split the datasets; Ray Train v1 is refused."""
+    backend = begin(4, 2, named=frozenset({"train"}), most=0)
+    assert backend._env["ISLAND_COUNT"] == "2" and backend._env["ISLAND_RUN"].endswith(".1")
+    assert "max_failures=0: when an island is lost Ray ends the run" in caplog.text
+    monkeypatch.setenv("RAY_TRAIN_V2_ENABLED", "0")
+    with pytest.raises(ValueError, match="RAY_TRAIN_V2_ENABLED=0"):
+        islands.IslandTorchConfig()
