@@ -18,10 +18,9 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray.train
-from ray.exceptions import RayError
 from ray.train._internal.utils import get_address_and_port
 from ray.train.torch import TorchConfig
 from ray.train.torch import config as ray_torch
@@ -89,21 +88,12 @@ def fit(trainer: Any) -> Any:
     """Call `trainer.fit()`, and `stop` where this driver gets SIGTERM, as by `ray job stop`: Ray
     kills it RAY_JOB_STOP_WAIT_TIME_S later, so give that variable of the job the seconds of a save.
     """
-    name = (trainer.run_config.name,)
-    told = lambda *_: threading.Thread(target=stop, args=name, daemon=True).start()  # noqa: E731
-    before = signal.signal(signal.SIGTERM, told)
+    asks = {"target": stop, "args": (trainer.run_config.name,), "daemon": True}
+    before = signal.signal(signal.SIGTERM, lambda *_: threading.Thread(**asks).start())
     try:
         return trainer.fit()
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-class Place(NamedTuple):
-    """What a worker needs beside variables: the store's actor, and how its world is made."""
-
-    actor: Any
-    backend: str
-    timeout_s: int
 
 
 class StoreActor:
@@ -144,15 +134,14 @@ class _Backend(ray_torch._TorchBackend):
         config, whole = backend_config, isinstance(worker_group, WorkerGroup)
         if whole:
             self._begin(worker_group, config)
-        if not whole or self._starts > 1:
-            self._env["ISLAND_RESUME"] = "auto"
+        self._env |= {} if whole and self._starts == 1 else {"ISLAND_RESUME": "auto"}
         gpu = worker_group.get_resources_per_worker().get("GPU", 0)
-        place = Place(self._actor, config.backend or ("nccl" if gpu else "gloo"), config.timeout_s)
+        world = config.backend or ("nccl" if gpu else "gloo"), config.timeout_s
         placed, provider = [], None if whole else self._provider
         for worker in worker_group.get_workers():
             island, rank = divmod(worker.distributed_context.world_rank, config.workers)
             env = self._env | {"ISLAND_RANK": str(island), "RANK": str(rank)}
-            placed.append(worker.execute_async(_take, place, env, provider))
+            placed.append(worker.execute_async(_take, env, self._actor, world, provider))
         ray.get(placed)
 
     def _begin(self, group: Any, config: IslandTorchConfig) -> None:
@@ -173,12 +162,11 @@ class _Backend(ray_torch._TorchBackend):
             f"datasets={split}, dealt to all workers in step, so that a lost one stops all: give "
             "each island its own, and DataConfig(datasets_to_split=[])": split and most,
         }
-        for text, wrong in checks.items():
-            if wrong:
-                raise ValueError(f"IslandTorchConfig found {text}")
+        if found := [text for text, wrong in checks.items() if wrong]:
+            raise ValueError(f"IslandTorchConfig found {found[0]}")
         if not most:
-            text = "max_failures=0: when an island is lost Ray ends the run. With FailureConfig("
-            log.warning("%smax_failures=9) it comes back, and the others train on", text)
+            cure = "FailureConfig(max_failures=9) brings it back, while the others train on"
+            log.warning("max_failures=0: when an island is lost Ray ends the run. %s", cure)
         if self._actor is None:
             self._start_store(name, config.workers)
         self._starts += 1
@@ -190,16 +178,17 @@ class _Backend(ray_torch._TorchBackend):
         bind, token = join_address(*get_address_and_port()), secrets.token_hex(32)
         file = os.path.join(tempfile.mkdtemp(prefix="fsdp_demo-"), "store.sqlite")
         here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
-        made = ray.remote(num_cpus=0, max_restarts=-1, label_selector=here)(StoreActor)
-        named = made.options(name=f"store of {name}", namespace=NAMESPACE)
-        self._actor = named.remote(bind, token, workers, file)
+        named = {"name": f"store of {name}", "namespace": NAMESPACE, "label_selector": here}
+        again = {"max_restarts": -1, "max_task_retries": -1}
+        made = ray.remote(num_cpus=0)(StoreActor).options(**named, **again)
+        self._actor = made.remote(bind, token, workers, file)
         self._env = {"ISLAND_ENDPOINT": bind, "ISLAND_TOKEN": token}
 
 
-def _take(place: Place, env: dict[str, str], provider: Any) -> None:
+def _take(env: dict[str, str], actor: Any, world: tuple[str, int], provider: Any) -> None:
     """Take a place, as a worker. provider: of the datasets, for one that was started again: the new
     one of ray 2.60 counts one worker, and has nothing for any but the first."""
-    _Island.place = place
+    _Island.actor, (_Island.backend, _Island.timeout_s) = actor, world
     ray_torch._set_torch_distributed_env_vars()
     os.environ.update(env, ISLAND_ADDRESS=ray.util.get_node_ip_address())
     if provider is not None:
@@ -210,37 +199,36 @@ class _Island(ray_torch.TorchConfigContextManager):
     """The context of a train function: its island is a world of torch.distributed, and a wish to
     stop ends the function without an error."""
 
-    place: Place  # of this process, a worker
+    actor: Any  # these are of this process, a worker
+    backend: str
+    timeout_s: int
 
     def __enter__(self) -> None:
         super().__enter__()
         self._thread, self._over, self._hosted = threading.get_ident(), threading.Event(), hosted()
         self._name = f"{os.environ['ISLAND_RUN']}, island {os.environ['ISLAND_RANK']}"
         self._hosted.__enter__()
-        self._meet(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), self.place.timeout_s)
+        self._meet(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
     def _look(self) -> tuple[bool, bool, list[Any]]:
-        while True:
-            try:
-                return ray.get(self.place.actor.look.remote(self._name))
-            except RayError:  # the actor is started again
-                time.sleep(LOOK)
+        return ray.get(self.actor.look.remote(self._name))
 
-    def _meet(self, rank: int, workers: int, seconds: int) -> None:
+    def _meet(self, rank: int, workers: int) -> None:
         """Make the island's world when all its workers are here."""
-        end, node = time.monotonic() + seconds, ray.get_runtime_context().get_node_id()
+        end, node = time.monotonic() + self.timeout_s, ray.get_runtime_context().get_node_id()
         said = [*get_address_and_port(), node, secrets.token_hex(4)]
-        ray.get(self.place.actor.come.remote(self._name, rank, said))
+        ray.get(self.actor.come.remote(self._name, rank, said))
         while said not in (met := self._look()[2]):
-            time.sleep(LOOK)
             if time.monotonic() > end:
                 raise RuntimeError(f"not all {workers} workers of this island came (timeout_s)")
-        near = [other[2] for other in met]
-        local, size = str(near[:rank].count(node)), str(near.count(node))
-        os.environ.update(MASTER_ADDR=met[0][0], MASTER_PORT=str(met[0][1]))
-        os.environ.update(LOCAL_RANK=local, LOCAL_WORLD_SIZE=size)
+            time.sleep(LOOK)
+        (address, port, *_), near = met[0], [other[2] for other in met]
+        os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
+        os.environ["LOCAL_RANK"] = str(near[:rank].count(node))
+        os.environ["LOCAL_WORLD_SIZE"] = str(near.count(node))
         threading.Thread(target=self._watch, name="ray stop", daemon=True).start()
-        ray_torch._setup_torch_process_group(self.place.backend, rank, workers, "env://", seconds)
+        made = self.backend, rank, workers, "env://", self.timeout_s
+        ray_torch._setup_torch_process_group(*made)
 
     def _watch(self) -> None:
         while not self._over.wait(LOOK):
