@@ -67,8 +67,7 @@ class IslandTorchConfig(TorchConfig):
 def report(exchange: Exchange, metrics: dict[str, Any], checkpoint: Any = None) -> bool:
     """Call `ray.train.report`, a barrier over all workers, unless an island is away: the islands
     ask each other first. Returns whether it was reported. All ranks of all islands call this at
-    the same step, before `finish()` or behind `finish(close=False)`.
-    """
+    the same step, before `finish()` or behind `finish(close=False)`."""
     topology = exchange.topology
     here = [float(i == topology.island) for i in range(topology.islands)]
     if present := all(exchange.across_islands.mean(here)):
@@ -79,16 +78,14 @@ def report(exchange: Exchange, metrics: dict[str, Any], checkpoint: Any = None) 
 def stop(name: str) -> None:
     """Stop the run of this `RunConfig.name` in order: each island ends its step, saves under
     `guard` and ends its train function, and `fit` returns. Any driver of the cluster may call it.
-    Raises ValueError: no such run is under way.
-    """
+    Raises ValueError: no such run is under way."""
     ray.get(ray.get_actor(f"store of {name}", NAMESPACE).stop.remote())
 
 
 def fit(trainer: Any) -> Any:
-    """Call `trainer.fit()`, and `stop` where this driver gets SIGTERM, as by `ray job stop`: Ray
-    kills it RAY_JOB_STOP_WAIT_TIME_S later, so give that variable of the job the seconds of a save.
-    """
-    asks = {"target": stop, "args": (trainer.run_config.name,), "daemon": True}
+    """Call `trainer.fit()`, and `stop` when this driver gets SIGTERM, as by `ray job stop`, which
+    kills it RAY_JOB_STOP_WAIT_TIME_S later: give the job the seconds of a save."""
+    asks: dict[str, Any] = {"target": stop, "args": (trainer.run_config.name,), "daemon": True}
     before = signal.signal(signal.SIGTERM, lambda *_: threading.Thread(**asks).start())
     try:
         return trainer.fit()
