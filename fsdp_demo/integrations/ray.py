@@ -24,6 +24,7 @@ import ray.train
 from ray.train._internal.utils import get_address_and_port
 from ray.train.torch import TorchConfig
 from ray.train.torch import config as ray_torch
+from ray.train.torch.config import _setup_torch_process_group
 from ray.train.v2._internal.constants import is_v2_enabled
 from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
@@ -68,8 +69,7 @@ def report(exchange: Exchange, metrics: dict[str, Any], checkpoint: Any = None) 
     """Call `ray.train.report`, a barrier over all workers, unless an island is away: the islands
     ask each other first. Returns whether it was reported. All ranks of all islands call this at
     the same step, before `finish()` or behind `finish(close=False)`."""
-    topology = exchange.topology
-    here = [float(i == topology.island) for i in range(topology.islands)]
+    here = [float(i == exchange.topology.island) for i in range(exchange.topology.islands)]
     if present := all(exchange.across_islands.mean(here)):
         ray.train.report(metrics, checkpoint=checkpoint)
     return present
@@ -224,8 +224,7 @@ class _Island(ray_torch.TorchConfigContextManager):
         os.environ["LOCAL_RANK"] = str(near[:rank].count(node))
         os.environ["LOCAL_WORLD_SIZE"] = str(near.count(node))
         threading.Thread(target=self._watch, name="ray stop", daemon=True).start()
-        made = self.backend, rank, workers, "env://", self.timeout_s
-        ray_torch._setup_torch_process_group(*made)
+        _setup_torch_process_group(self.backend, rank, workers, "env://", self.timeout_s)
 
     def _watch(self) -> None:
         while not self._over.wait(LOOK):
@@ -233,7 +232,8 @@ class _Island(ray_torch.TorchConfigContextManager):
             if torn:
                 log.error("%s has lost a worker: this one ends, and both come back", self._name)
                 leave(SAVED)
-            if stops and not has_joined():  # it may wait for others that have ended
+            alone = os.environ["ISLAND_COUNT"] == "1"
+            if stops and not (alone or has_joined()):  # it may wait for others that have ended
                 thread, raised = ctypes.c_ulong(self._thread), ctypes.py_object(SystemExit)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, raised)
                 return
