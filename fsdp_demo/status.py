@@ -6,8 +6,6 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -93,24 +91,19 @@ def end_by_errors() -> None:
     sys.excepthook = hook
 
 
-_hosted: set[int] = set()
+_thread = threading.local()
 
 
-@contextmanager
-def hosted() -> Iterator[None]:
-    """Within this context this thread trains for a host that ends the process, and tells exchanges
-    to stop, by itself: `leave` raises SystemExit in it.
+def host_thread() -> None:
+    """Say that this thread trains for a host that ends the process, and tells exchanges to stop, by
+    itself: from now on `leave` raises SystemExit in it.
     """
-    _hosted.add(threading.get_ident())
-    try:
-        yield
-    finally:
-        _hosted.discard(threading.get_ident())
+    _thread.hosted = True
 
 
 def is_hosted() -> bool:
-    """Whether this thread is `hosted`."""
-    return threading.get_ident() in _hosted
+    """Whether this thread has said so."""
+    return getattr(_thread, "hosted", False)
 
 
 def leave(status: int) -> NoReturn:

@@ -1,9 +1,8 @@
-"""Ray Train, whose workers are the islands of one run: `TorchTrainer(...,
-torch_config=IslandTorchConfig())`.
+"""Ray Train, whose workers are islands: `TorchTrainer(..., torch_config=IslandTorchConfig())`.
 
-A lost worker is started again alone, and joins the others. Facts: ray 2.60, `TorchftConfig`, and
-`WorkerGroup._start_impl`, where each replica group has one worker; `replace_replica_group` starts
-one after another. So the workers of an island meet in their own threads, not in the controller.
+Facts: ray 2.60, `TorchftConfig`, and `WorkerGroup._start_impl`, where each replica group has one
+worker; `replace_replica_group` starts one after another. So the workers of an island meet in their
+own threads, not in the controller.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray.train
+from ray.exceptions import RayActorError
 from ray.train._internal.utils import get_address_and_port
 from ray.train.torch import TorchConfig
 from ray.train.torch import config as ray_torch
@@ -33,7 +33,7 @@ from ..errors import Stopped
 from ..exchange.exchange import Exchange
 from ..net.address import join_address
 from ..rendezvous.attempts import Finished, has_joined
-from ..status import SAVED, hosted, leave
+from ..status import SAVED, host_thread, leave
 from ..store.server import StoreServer, listen
 
 log = logging.getLogger("fsdp_demo")
@@ -141,9 +141,19 @@ class _Backend(ray_torch._TorchBackend):
             placed.append(worker.execute_async(_take, env, self._actor, world, provider))
         ray.get(placed)
 
+    def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
+        """Leave out other dead workers where one is replaced: ray 2.60 would ask them, and end."""
+        if isinstance(worker_group, WorkerGroup):
+            return super().on_shutdown(worker_group, backend_config)
+        for group in filter(lambda g: g.is_active(), self._group.get_replica_groups()):
+            try:
+                group.execute(os.getpid)
+            except RayActorError:
+                group._active = False
+
     def _begin(self, group: Any, config: IslandTorchConfig) -> None:
         """Begin a start of all islands, under a run id of its own."""
-        run, number = group._train_run_context, len(group)
+        self._group, run, number = group, group._train_run_context, len(group)
         name, most = run.run_config.name, run.run_config.failure_config.max_failures
         self._provider = group.execute_single(0, lambda: get_train_context().dataset_shard_provider)
         named = self._provider._dataset_names if self._provider else set()
@@ -185,7 +195,7 @@ class _Backend(ray_torch._TorchBackend):
 def _take(env: dict[str, str], actor: Any, world: tuple[str, int], provider: Any) -> None:
     """Take a place, as a worker. provider: of the datasets, for one that was started again: the new
     one of ray 2.60 counts one worker, and has nothing for any but the first."""
-    _Island.actor, (_Island.backend, _Island.timeout_s) = actor, world
+    _Island.actor, _Island.world = actor, world
     ray_torch._set_torch_distributed_env_vars()
     os.environ.update(env, ISLAND_ADDRESS=ray.util.get_node_ip_address())
     if provider is not None:
@@ -196,15 +206,14 @@ class _Island(ray_torch.TorchConfigContextManager):
     """The context of a train function: its island is a world of torch.distributed, and a wish to
     stop ends the function without an error."""
 
-    actor: Any  # these are of this process, a worker
-    backend: str
-    timeout_s: int
+    actor: Any = None  # of this process, a worker
+    world = "gloo", 1800
 
     def __enter__(self) -> None:
         super().__enter__()
-        self._thread, self._over, self._hosted = threading.get_ident(), threading.Event(), hosted()
+        host_thread()
+        self._thread, self._over = threading.get_ident(), threading.Event()
         self._name = f"{os.environ['ISLAND_RUN']}, island {os.environ['ISLAND_RANK']}"
-        self._hosted.__enter__()
         self._meet(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
     def _look(self) -> tuple[bool, bool, list[Any]]:
@@ -212,8 +221,11 @@ class _Island(ray_torch.TorchConfigContextManager):
 
     def _meet(self, rank: int, workers: int) -> None:
         """Make the island's world when all its workers are here."""
-        end, node = time.monotonic() + self.timeout_s, ray.get_runtime_context().get_node_id()
-        said = [*get_address_and_port(), node, secrets.token_hex(4)]
+        (backend, seconds), node = self.world, ray.get_runtime_context().get_node_id()
+        said, end = (
+            [*get_address_and_port(), node, secrets.token_hex(4)],
+            time.monotonic() + seconds,
+        )
         ray.get(self.actor.come.remote(self._name, rank, said))
         while said not in (met := self._look()[2]):
             if time.monotonic() > end:
@@ -224,7 +236,7 @@ class _Island(ray_torch.TorchConfigContextManager):
         os.environ["LOCAL_RANK"] = str(near[:rank].count(node))
         os.environ["LOCAL_WORLD_SIZE"] = str(near.count(node))
         threading.Thread(target=self._watch, name="ray stop", daemon=True).start()
-        _setup_torch_process_group(self.backend, rank, workers, "env://", self.timeout_s)
+        _setup_torch_process_group(backend, rank, workers, "env://", seconds)
 
     def _watch(self) -> None:
         while not self._over.wait(LOOK):
@@ -242,7 +254,6 @@ class _Island(ray_torch.TorchConfigContextManager):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
         self._over.set()
-        self._hosted.__exit__(None, None, None)
         for exchange in _exchanges() if error else ():
             exchange.detach()
         left = isinstance(error, SystemExit)

@@ -55,8 +55,8 @@ def page(folder: Path, train: Any = None, **config: Any) -> Any:
 
 
 def watched(train: Any) -> Any:
-    """The function of the page, slower. A worker of island `dies` ends by SIGKILL in the midst, in
-    its first life; each says in `out<rank>.<life>` what it has seen."""
+    """The function of the page, slower. Those of `dies`, islands and ranks, end by SIGKILL in the
+    midst of their first life; each worker says in `out<island>.<rank>` what it has seen."""
 
     def run(config: dict[str, Any]) -> None:
         import torch
@@ -81,7 +81,7 @@ def watched(train: Any) -> Any:
             (folder / f"begun{name}").touch()
             seen["alive"].add(alive := exchange.metrics()["alive"])
             time.sleep(0.02 if alive > 1 else 0.3)
-            mine = config.get("dies") == [topology.island, topology.rank]
+            mine = [topology.island, topology.rank] in config.get("dies", [])
             if mine and not life and exchange.step == 25:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -117,7 +117,7 @@ def said(folder: Path) -> dict[str, SimpleNamespace]:
 def test_ray_killed_island_comes_back(cluster: None, tmp_path: Path) -> None:
     """A killed worker joins the others, who trained on and reported nothing meanwhile, with the
     rows of its own part; all end with one model."""
-    islands.fit(page(tmp_path, dies=[1, 0], steps=400))
+    islands.fit(page(tmp_path, dies=[[1, 0]], steps=400))
     stayed, back = said(tmp_path)["0.0"], said(tmp_path)["1.0"]
     assert stayed.alive == [1, 2] and stayed.life == 0 and stayed.first == 0
     assert back.life == 1 and 25 < back.first < 400 and back.alive == [2]
@@ -130,8 +130,9 @@ def test_ray_killed_island_comes_back(cluster: None, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_ray_islands_of_two_workers(cluster: None, tmp_path: Path) -> None:
-    """Two workers are an island with a world of their own; when one is killed, both come back."""
-    trainer = page(tmp_path, dies=[1, 1], steps=400)
+    """Two workers are an island with a world of their own; both are killed at once, where ray 2.60
+    would end the run, and come back."""
+    trainer = page(tmp_path, dies=[[1, 0], [1, 1]], steps=400)
     trainer.backend_config.workers = 2
     trainer.scaling_config.num_workers = 4
     trainer.scaling_config.resources_per_worker = {"CPU": 0.5}
