@@ -7,7 +7,6 @@ own threads, not in the controller.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
@@ -16,6 +15,7 @@ import signal
 import tempfile
 import threading
 import time
+from ctypes import c_ulong, py_object, pythonapi
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,6 @@ from ray.exceptions import RayActorError
 from ray.train._internal.utils import get_address_and_port
 from ray.train.torch import TorchConfig
 from ray.train.torch import config as ray_torch
-from ray.train.torch.config import _setup_torch_process_group
 from ray.train.v2._internal.constants import is_v2_enabled
 from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
@@ -66,9 +65,9 @@ class IslandTorchConfig(TorchConfig):
 
 
 def report(exchange: Exchange, metrics: dict[str, Any], checkpoint: Any = None) -> bool:
-    """Call `ray.train.report`, a barrier over all workers, unless an island is away: the islands
-    ask each other first. Returns whether it was reported. All ranks of all islands call this at
-    the same step, before `finish()` or behind `finish(close=False)`."""
+    """Call `ray.train.report`, a barrier over all workers, and return True; False while an island
+    is away, as the islands tell each other. All ranks of all islands call this at one step, before
+    `finish()` or behind `finish(close=False)`."""
     here = [float(i == exchange.topology.island) for i in range(exchange.topology.islands)]
     if present := all(exchange.across_islands.mean(here)):
         ray.train.report(metrics, checkpoint=checkpoint)
@@ -76,9 +75,8 @@ def report(exchange: Exchange, metrics: dict[str, Any], checkpoint: Any = None) 
 
 
 def stop(name: str) -> None:
-    """Stop the run of this `RunConfig.name` in order: each island ends its step, saves under
-    `guard` and ends its train function, and `fit` returns. Any driver of the cluster may call it.
-    Raises ValueError: no such run is under way."""
+    """Stop the run of this `RunConfig.name` in order, from any driver: each island ends its step,
+    saves under `guard` and ends its train function. Raises ValueError: no such run is there."""
     ray.get(ray.get_actor(f"store of {name}", NAMESPACE).stop.remote())
 
 
@@ -163,9 +161,7 @@ class _Backend(ray_torch._TorchBackend):
             f"num_workers={number}: give a multiple of {config.workers}, an island's workers": (
                 number % config.workers
             ),
-            "an elastic num_workers: give a number, since islands come and go by themselves": (
-                run.scaling_config.elasticity_enabled
-            ),
+            "an elastic num_workers: give a number": run.scaling_config.elasticity_enabled,
             f"datasets={split}, dealt to all workers in step, so that a lost one stops all: give "
             "each island its own, and DataConfig(datasets_to_split=[])": split and most,
         }
@@ -186,9 +182,8 @@ class _Backend(ray_torch._TorchBackend):
         file = os.path.join(tempfile.mkdtemp(prefix="fsdp_demo-"), "store.sqlite")
         here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
         named = {"name": f"store of {name}", "namespace": NAMESPACE, "label_selector": here}
-        again = {"max_restarts": -1, "max_task_retries": -1}
-        made = ray.remote(num_cpus=0)(StoreActor).options(**named, **again)
-        self._actor = made.remote(bind, token, workers, file)
+        made = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(StoreActor)
+        self._actor = made.options(**named).remote(bind, token, workers, file)
         self._env = {"ISLAND_ENDPOINT": bind, "ISLAND_TOKEN": token}
 
 
@@ -203,8 +198,7 @@ def _take(env: dict[str, str], actor: Any, world: tuple[str, int], provider: Any
 
 
 class _Island(ray_torch.TorchConfigContextManager):
-    """The context of a train function: its island is a world of torch.distributed, and a wish to
-    stop ends the function without an error."""
+    """The context of a train function: its island is a world, and a wish to stop ends it."""
 
     actor: Any = None  # of this process, a worker
     world = "gloo", 1800
@@ -221,22 +215,19 @@ class _Island(ray_torch.TorchConfigContextManager):
 
     def _meet(self, rank: int, workers: int) -> None:
         """Make the island's world when all its workers are here."""
-        (backend, seconds), node = self.world, ray.get_runtime_context().get_node_id()
-        said, end = (
-            [*get_address_and_port(), node, secrets.token_hex(4)],
-            time.monotonic() + seconds,
-        )
+        node, end = ray.get_runtime_context().get_node_id(), time.monotonic() + self.world[1]
+        said = [*get_address_and_port(), node, secrets.token_hex(4)]
         ray.get(self.actor.come.remote(self._name, rank, said))
         while said not in (met := self._look()[2]):
             if time.monotonic() > end:
                 raise RuntimeError(f"not all {workers} workers of this island came (timeout_s)")
             time.sleep(LOOK)
-        (address, port, *_), near = met[0], [other[2] for other in met]
-        os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
+        near = [other[2] for other in met]
+        os.environ.update(MASTER_ADDR=met[0][0], MASTER_PORT=str(met[0][1]))
         os.environ["LOCAL_RANK"] = str(near[:rank].count(node))
         os.environ["LOCAL_WORLD_SIZE"] = str(near.count(node))
         threading.Thread(target=self._watch, name="ray stop", daemon=True).start()
-        _setup_torch_process_group(backend, rank, workers, "env://", seconds)
+        ray_torch._setup_torch_process_group(self.world[0], rank, workers, "env://", self.world[1])
 
     def _watch(self) -> None:
         while not self._over.wait(LOOK):
@@ -244,11 +235,9 @@ class _Island(ray_torch.TorchConfigContextManager):
             if torn:
                 log.error("%s has lost a worker: this one ends, and both come back", self._name)
                 leave(SAVED)
-            alone = os.environ["ISLAND_COUNT"] == "1"
-            if stops and not (alone or has_joined()):  # it may wait for others that have ended
-                thread, raised = ctypes.c_ulong(self._thread), ctypes.py_object(SystemExit)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, raised)
-                return
+            if stops and not (has_joined() or os.environ["ISLAND_COUNT"] == "1"):
+                pythonapi.PyThreadState_SetAsyncExc(c_ulong(self._thread), py_object(SystemExit))
+                return  # else it would wait for others that have ended
             for exchange in _exchanges() if stops else ():
                 exchange.request_stop()
 
