@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -90,8 +91,25 @@ def end_by_errors() -> None:
     sys.excepthook = hook
 
 
+_thread = threading.local()
+
+
+def host_thread() -> None:
+    """Say that this thread trains for a host that ends the process, and tells exchanges to stop, by
+    itself: from now on `leave` raises SystemExit in it.
+    """
+    _thread.hosted = True
+
+
+def is_hosted() -> bool:
+    """Whether this thread has said so."""
+    return getattr(_thread, "hosted", False)
+
+
 def leave(status: int) -> NoReturn:
     """End the process at once, with all logged and printed: an exit could wait for lost peers."""
+    if is_hosted():
+        raise SystemExit(status)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

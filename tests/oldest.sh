@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# The doors of transformers and Accelerate beside the versions that other trainers pin: docs/yaml.md has the same table.
+# The doors of transformers and Accelerate beside the versions that other trainers pin (docs/yaml.md has the same table), and Ray Train.
 # Each row has an environment below .venv/oldest, made at its first use: what the row names, and all else (torch, pytest) by a path to .venv.
 #   bash tests/oldest.sh                  all rows: some twenty minutes each on two cores
+#   bash tests/oldest.sh ray -m slow      Ray Train, with its clusters
 #   bash tests/oldest.sh axolotl -k saves those of one row whose names hold "saves"; further words go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,6 +13,7 @@ llamafactory | transformers==5.6.0 accelerate==1.11.0 datasets==4.0.0 | $hf
 axolotl | transformers==5.16.1 accelerate==1.13.0 datasets==4.8.4 | $hf
 unsloth | transformers==5.17.0 accelerate==1.15.0 datasets==4.8.5 | $hf
 ms-swift | transformers==5.19.0 accelerate==1.15.0 datasets==4.8.4 | $hf
+ray | ray[train]==2.60.0 | tests/integrations/test_ray.py
 ROWS
 }
 trim() { sed -e 's/^ *//' -e 's/ *$//'; }

@@ -82,7 +82,7 @@ def test_packaging_core_imports_torch_only() -> None:
     """The core imports no package beside torch that is heavy or optional."""
     # tqdm is not looked for: torch itself imports it where it is installed.
     heavy = {"accelerate", "transformers", "datasets", "deepspeed", "matplotlib", "pandas"}
-    heavy |= {"lightning", "pytorch_lightning"}
+    heavy |= {"lightning", "pytorch_lightning", "ray"}
     late = "import fsdp_demo.cli, fsdp_demo.launch.rehearse, fsdp_demo.store.server"
     assert not imported(f"from fsdp_demo import *\n{late}", heavy)
 

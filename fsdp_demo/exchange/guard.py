@@ -18,7 +18,7 @@ from ..errors import Mismatch, NeedsDecision, PeerLost, Stopped, WireError
 from ..rendezvous import environment
 from ..rendezvous.sibling_watch import TORN
 from ..rendezvous.topology import Topology
-from ..status import DECIDE, SAVED, leave, tell_launcher
+from ..status import DECIDE, SAVED, is_hosted, leave, tell_launcher
 from .exchange import Exchange
 
 log = logging.getLogger("fsdp_demo")
@@ -95,7 +95,7 @@ def guard(
     """
     again = start_again(exchange.topology, resume or "the same command", SAVED)
     deadline = Deadline(exchange, lambda: again)
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() and not is_hosted():
         log.warning(
             "guard in the thread %r does not hear SIGTERM, which ends the process unsaved: Python "
             "handles signals in the main thread only. Train there, or let a handler of the main "

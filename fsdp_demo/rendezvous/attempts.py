@@ -101,6 +101,11 @@ def join(topology: Replica, store: Store | None = None) -> Pulse:
         return _pulses[known]
 
 
+def has_joined() -> bool:
+    """Whether this process takes part in an attempt, of any run."""
+    return bool(_pulses)
+
+
 def _refuse_second_main() -> None:
     """Raise ValueError where multiprocessing is importing the script into a process that is to do
     something else. A rank that `mp.spawn` starts has done that when it comes here.
