@@ -17,8 +17,16 @@ from dataclasses import dataclass
 from ..rendezvous.environment import endpoint, islands, whole
 from .processes import ATTEMPT
 
-STORE_PORT, MAIN_PORT = 29400, 29500
-"""Port of the store and of an island's first node, where an engine names the host alone."""
+LOCAL, STORE_PORT, MAIN_PORT = "127.0.0.1", 29400, 29500
+"""Address, and ports of the store and of an island's first node, where nothing else is said."""
+
+ACCELERATE = {
+    "num_machines": "PET_NNODES",
+    "machine_rank": "PET_NODE_RANK",
+    "main_process_ip": "PET_MASTER_ADDR",
+    "main_process_port": "PET_MASTER_PORT",
+}
+"""Flags of `accelerate launch` -> what torchrun reads instead."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,7 @@ class Place:
     attempt: int = 0
     nodes: int = 1
     node: int = 0
-    main: str = "127.0.0.1"
+    main: str = LOCAL
     port: int = MAIN_PORT
     procs: int = 0
 
@@ -82,16 +90,19 @@ def _slurm(env: Mapping[str, str]) -> list[Place]:
         found = f"{tasks} tasks of srun on {nodes} nodes make no {count} islands: allowed are one"
         raise ValueError(f"{found} task per island, or one per node and as many nodes per island")
     rank, node = divmod(task, tasks // count)
-    names = hosts(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""))
-    main = names[task - node] if len(names) == tasks else "127.0.0.1"
-    # jobs may share a node, so each has a port of its own
-    own = attempt, tasks // count, node, main, 20_000 + job % 10_000, gpus
+    names, run = hosts(env.get("SLURM_STEP_NODELIST", "")), whole(env, "SLURM_ARRAY_JOB_ID", job)
+    main = env.get("PET_MASTER_ADDR") or (names[task - node] if len(names) == tasks else LOCAL)
     if array:
-        index, least, step, count = (
+        index, least, step, total = (
             whole(env, f"SLURM_ARRAY_TASK_{name}", 1) for name in ("ID", "MIN", "STEP", "COUNT")
         )
-        said, run = "SLURM_ARRAY_TASK_ID, SLURM_ARRAY_TASK_COUNT", env.get("SLURM_ARRAY_JOB_ID", "")
-        return [Place(said, (index - least) // step, count, run, "", *own)]
+        rank = (index - least) // step
+    # islands may share a node, also with those of other jobs
+    port = whole(env, "PET_MASTER_PORT", 20_000 + (31 * run + rank) % 10_000)
+    own = attempt, tasks // count, node, main, port, gpus
+    if array:
+        said = "SLURM_ARRAY_TASK_ID, SLURM_ARRAY_TASK_COUNT"
+        return [Place(said, rank, total, str(run), "", *own)]
     said = "SLURM_PROCID, SLURM_STEP_NUM_TASKS"
     if one:  # of several jobs: a user alone knows how many, and a name for the run
         return [Place(said, None, None, "", "", *own)]
@@ -104,11 +115,13 @@ def _slurm(env: Mapping[str, str]) -> list[Place]:
 def _mpi(env: Mapping[str, str]) -> list[Place]:
     """An island is a process. PMIX_RANK comes without a count."""
     names = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
-    return [
-        Place(f"{rank}, {size}".strip(", "), whole(env, rank, 0), whole(env, size, 0) or None)
-        for rank, size in (*names, ("PMIX_RANK", ""))
-        if rank in env
-    ]
+    found = []
+    for name, size in (*names, ("PMIX_RANK", "")):
+        if name in env:
+            rank, count = whole(env, name, 0), whole(env, size, 0) or None
+            said = f"{name}, {size}".strip(", ")
+            found.append(Place(said, rank, count, port=MAIN_PORT + rank))
+    return found
 
 
 def _kubernetes(env: Mapping[str, str]) -> list[Place]:
@@ -127,7 +140,7 @@ def _kubernetes(env: Mapping[str, str]) -> list[Place]:
         count = nodes if "PET_NNODES" in env else None
         return [Place(f"{pod}, PET_NNODES" if count else pod, node, count, *seen)]
     first = f"{jobset}-{env.get('REPLICATED_JOB_NAME')}-{env.get('JOB_INDEX')}-0.{jobset}"
-    main = env.get("PET_MASTER_ADDR") or (first if jobset else "127.0.0.1")
+    main = env.get("PET_MASTER_ADDR") or (first if jobset else LOCAL)
     own = (*seen, nodes, node, main, whole(env, "PET_MASTER_PORT", MAIN_PORT))
     size = "REPLICATED_JOB_REPLICAS" if index == "JOB_INDEX" else ""
     rank, count = whole(env, index, 0) if index else None, whole(env, size, 0) or None
@@ -191,29 +204,22 @@ def told(
     for name, word in zip(names[2:], ("run", "store", "start"), strict=True):
         text += f", {word} {found[name]}" if found.get(name) else ""
     text += f", by {place.said}" + (f"; set by hand: {', '.join(hand)}" if hand else "")
-    if place.nodes > 1 or "PET_NNODES" in env:
-        found |= {"PET_NNODES": str(place.nodes), "PET_NODE_RANK": str(place.node)}
-        found |= {"PET_MASTER_ADDR": place.main, "PET_MASTER_PORT": str(place.port)}
-    if place.procs:
-        found["PET_NPROC_PER_NODE"] = env.get("PET_NPROC_PER_NODE") or str(place.procs)
-    command = _several(place, {**env, **found}, command)
+    pet = place.nodes, place.node, place.main if place.nodes > 1 else LOCAL, place.port
+    found |= {name: str(value) for name, value in zip(ACCELERATE.values(), pet, strict=True)}
+    procs = whole(env, "PET_NPROC_PER_NODE", place.procs)
+    found |= {"PET_NPROC_PER_NODE": str(procs)} if procs else {}
     sys.stderr.write(f"fsdp_demo.launch: --from {engine}: {text}\n")
-    return found, command
+    return found, _several(place.nodes, procs, found, command) if place.nodes > 1 else command
 
 
-def _several(place: Place, env: Mapping[str, str], command: list[str]) -> list[str]:
-    """The command on a node: torchrun reads PET_*, `accelerate launch` does not. Flags that stand
-    there win.
-    """
-    if command[0] == "torchrun" or place.nodes == 1:
+def _several(nodes: int, procs: int, found: Mapping[str, str], command: list[str]) -> list[str]:
+    """The command on one of several nodes; flags that stand there win."""
+    if command[0] == "torchrun":
         return command
     if command[:2] != ["accelerate", "launch"]:
-        found = f"{command[0]} on an island of {place.nodes} nodes would start alone on each"
-        raise ValueError(f"{found}: allowed are torchrun and accelerate launch")
-    flags = f"num_machines={place.nodes} machine_rank={place.node} main_process_ip={place.main} "
-    flags += f"main_process_port={place.port}"
-    if procs := whole(env, "PET_NPROC_PER_NODE", 0):
-        flags += f" num_processes={place.nodes * procs}"
+        text = f"{command[0]} on an island of {nodes} nodes would start alone on each of them"
+        raise ValueError(f"{text}: allowed are torchrun and accelerate launch")
+    flags = {flag: found[name] for flag, name in ACCELERATE.items()}
+    flags |= {"num_processes": str(nodes * procs)} if procs else {}
     given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in command}
-    added = [f"--{flag}" for flag in flags.split() if flag.partition("=")[0] not in given]
-    return [*command[:2], *added, *command[2:]]
+    return [*command[:2], *(f"--{f}={v}" for f, v in flags.items() if f not in given), *command[2:]]
