@@ -5,7 +5,6 @@ from apt, unpacked below the system's tmp.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
@@ -14,8 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -125,7 +123,7 @@ class Cluster:
         words = [sys.executable, "-c", NODE, daemon, "-D", "-N", node, "-d", step]
         out = (self.folder / f"{node}.err").open("a")
         self.nodes[node] = subprocess.Popen(words, env=self.env, stdout=out, stderr=out)
-        self.until(lambda: self.ask("sinfo", "-hN", "-n", node, "-o", "%T").strip() == "idle")
+        self.until(lambda: self.state(node) == "idle")
 
     def take(self, node: str) -> None:
         """Kill this node and all its processes, as where it loses power."""
@@ -137,8 +135,13 @@ class Cluster:
     def ask(self, *words: str, check: bool = True, **env: str) -> str:
         """What a program of Slurm prints."""
         done = subprocess.run(words, env=self.env | env, capture_output=True, text=True, timeout=60)
-        assert not check or done.returncode == 0, f"{words}: {done.stdout}{done.stderr}\n{self.log()}"
+        assert not check or done.returncode == 0, (
+            f"{words}: {done.stdout}{done.stderr}\n{self.log()}"
+        )
         return done.stdout
+
+    def state(self, node: str) -> str:
+        return self.ask("sinfo", "-hN", "-n", node, "-o", "%T").strip()
 
     def job(self, number: str) -> dict[str, str]:
         """What Slurm knows of a job."""
@@ -152,21 +155,12 @@ class Cluster:
             time.sleep(0.3)
 
     def log(self) -> str:
-        """The ends of all files that the cluster has written, for an error."""
-        files = sorted([*self.folder.glob("*.log"), *self.folder.glob("*.err"), *self.folder.glob("*.out")])
-        return "\n".join(f"--- {f.name}\n{f.read_text(errors='replace')[-3000:]}" for f in files)
+        """What jobs have written, and the end of the controller's log, for an error."""
+        files = [*self.folder.glob("*.out"), self.folder / "slurmctld.log"]
+        return "\n".join(f"--- {f.name}\n{f.read_text(errors='replace')[-4000:]}" for f in files)
 
     def close(self) -> None:
         for node in list(self.nodes):
             self.take(node)
         self._controller.kill()
         self._controller.wait()
-
-
-@contextmanager
-def cluster(folder: Path, nodes: int) -> Iterator[Cluster]:
-    made = Cluster(folder, nodes)
-    try:
-        yield made
-    finally:
-        made.close()
