@@ -375,6 +375,7 @@ def test_ssh_islands_status_is_the_worst(launch, of_islands, whole):
     ("ssh/mesh.sh", {"HOSTS": "a b", "LAUNCHER": "mpirun"}, "LAUNCHER=mpirun"),
     ("slurm/islands-4nodes.sbatch", {"SLURM_JOB_ID": ""}, "start it with sbatch"),
     ("slurm/mesh-2nodes.sbatch", {"SLURM_JOB_ID": ""}, "start it with sbatch"),
+    ("slurm/island.sbatch", {"SLURM_JOB_ID": "1"}, "not in a job array"),
 ])  # fmt: skip
 def test_launch_file_refuses_wrong_variables(launch, file, variables, message):
     """Wrong variables of a launch file are refused at once."""
