@@ -41,7 +41,7 @@ def variables(text: str) -> dict[str, str]:
     ("slurm", "STEP", "1 of 2, run 4711-0, start 0 at 10.0.0.8:29400", ""),
     ("slurm", "STEP SLURM_RESTART_COUNT=2", "1 of 2, run 4711-2, start 2 at 10.0.0.8:29400", ""),
     ("slurm", "STEP AT", "1 of 2, run 4711-0, start 0 at 10.0.0.1:29400", ""),
-    ("slurm", "STEP ISLAND_COUNT=1", "0 of 1, run 4711-0, start 0 at 10.0.0.8:29400",
+    ("slurm", "STEP ISLAND_COUNT=1", "0 of 1, run 4711-0, start 0 at ",
      "2 1 gpu08 26041"),
     ("slurm", "STEP AT ISLAND_RANK=3 ISLAND_COUNT=4", "3 of 4, run , start 0 at 10.0.0.1:29400",
      "2 1 gpu08 26041"),
@@ -93,6 +93,7 @@ def test_engine_names_the_island(
     ("slurm", "ARRAY AT SLURM_ARRAY_TASK_ID=5", "ISLAND_RANK=2 with ISLAND_COUNT=2: allowed is"),
     ("slurm", "STEP OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=4",
      "say island 1 of 2, but OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE say 0 of 4"),
+    ("slurm", "STEP ISLAND_COUNT=1 SLURM_STEP_NODELIST=", "no address of its first node: set PET_"),
     ("mpi", "OMPI AT PMI_RANK=0 PMI_SIZE=2", "island 1 of 2, but PMI_RANK, PMI_SIZE say 0 of 2"),
     ("mpi", "OMPI", "ISLAND_ENDPOINT is not set"),
     ("mpi", "AT PMIX_RANK=1", "PMIX_RANK: no ISLAND_COUNT in it"),
@@ -117,6 +118,8 @@ def test_engine_tells_accelerate_of_the_nodes() -> None:
     words = engines.told("slurm", env, given)[1]
     added = "--num_machines=2 --machine_rank=1 --main_process_ip=gpu08 --num_processes=16"
     assert words == ["accelerate", "launch", *added.split(), *given[2:]]
+    words = engines.told("slurm", env | {"PET_NPROC_PER_NODE": "gpu"}, given)[1]
+    assert not any("num_processes" in word for word in words)
     with pytest.raises(ValueError, match="trl on an island of 2 nodes would start alone on each"):
         engines.told("slurm", env, ["trl", "sft"])
 

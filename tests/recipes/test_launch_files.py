@@ -213,7 +213,7 @@ def test_mesh_stop_saves_and_resumes(launch, file):
     metrics = metrics_of(launch)
     if file.startswith("slurm"):
         mine = f"--output {launch.output}"
-        words = ["pkill", "-TERM", "-f", f"fsdp_demo.launch --from .*{mine}"]
+        words = ["pkill", "-TERM", "-f", f"^{sys.executable} -m fsdp_demo.launch --from .*{mine}"]
         assert subprocess.run(words).returncode == 0
     else:
         process.send_signal(signal.SIGTERM)

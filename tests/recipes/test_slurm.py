@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -84,11 +85,10 @@ class Run:
 @pytest.fixture
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
     """A cluster of as many nodes as the test asks for."""
-    slurm = Cluster(tmp_path / "slurm", request.param)
-    try:
+    with closing(Cluster(tmp_path / "slurm", request.param)) as slurm:
+        for n in range(request.param):
+            slurm.give(f"node{n}")
         yield Run(slurm)
-    finally:
-        slurm.close()
 
 
 @pytest.mark.parametrize("run", [2], indirect=True)

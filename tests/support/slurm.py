@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,43 +23,24 @@ from fsdp_demo.launch.processes import descendants, reserve_port, send
 
 PACKAGES = "slurmctld slurmd slurm-client slurm-wlm-basic-plugins libhwloc15 libnuma1 liblz4-1"
 
-CONF = """\
-ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={port}
-SlurmUser={user}
-SlurmdUser={user}
-AuthType=auth/none
-CredType=cred/none
-AuthInfo=cred_expire=5
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-SlurmdParameters=config_overrides
-SchedulerParameters=batch_sched_delay=1,sched_interval=2,sched_min_interval=0
-MpiDefault=none
-JobRequeue=1
-ReturnToService=2
-SlurmdTimeout=9
-MessageTimeout=5
-KillWait=60
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/%n.log
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE
+CONF = """
+ClusterName=test SlurmctldHost={host}(127.0.0.1) SlurmctldPort={port} SlurmUser={user}
+SlurmdUser={user} AuthType=auth/none CredType=cred/none AuthInfo=cred_expire=5 MpiDefault=none
+ProctrackType=proctrack/linuxproc TaskPlugin=task/none SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU SlurmdParameters=config_overrides JobRequeue=1 ReturnToService=2
+SchedulerParameters=batch_sched_delay=1,sched_interval=2,sched_min_interval=0 SlurmdTimeout=9
+MessageTimeout=5 KillWait=60 StateSaveLocation={folder}/state SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log SlurmdLogFile={folder}/%n.log
 """
+# A node: it ends by SIGKILL alone, and is the parent of all that its daemon leaves behind.
 NODE = """
 import ctypes, os, sys
-ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # parent of all that its daemon leaves behind
-pid = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ)
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ)
 while True:
     os.wait()
 """
-"""A node: ends by SIGKILL alone, and its processes are those below it."""
 
 
 def _unpacked() -> Path:
@@ -73,18 +55,20 @@ def _unpacked() -> Path:
             pytest.skip(f"no Slurm on PATH, and apt gives none: {done.stderr.strip()[-200:]}")
         for package in Path(folder).glob("*.deb"):
             subprocess.run(["dpkg-deb", "-x", package, f"{folder}/root"], check=True, timeout=60)
-        shutil.move(f"{folder}/root", cache)
+        with suppress(OSError):  # another process was first
+            os.rename(f"{folder}/root", cache)
     return cache
 
 
 def environment() -> dict[str, str]:
     """Variables under which Slurm's programs are found. Skips where there are none."""
     env = {n: v for n, v in os.environ.items() if not n.startswith(("ISLAND_", "SLURM", "PET_"))}
-    if "FSDP_DEMO_SLURM" not in env and shutil.which("slurmctld"):
+    given = env.get("FSDP_DEMO_SLURM", "")
+    if not given and shutil.which("slurmctld"):
         return env
-    if "FSDP_DEMO_SLURM" not in env and not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
+    if not given and not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         pytest.skip("no slurmctld on PATH, no folder FSDP_DEMO_SLURM and no apt to take it from")
-    root = Path(env["FSDP_DEMO_SLURM"]) if "FSDP_DEMO_SLURM" in env else _unpacked()
+    root = Path(given) if given else _unpacked()
     for program in root.glob("usr/sbin/*-wlm"):  # Debian's links are made at an installation
         link = program.with_name(program.name.removesuffix("-wlm"))
         if not link.exists():
@@ -96,33 +80,35 @@ def environment() -> dict[str, str]:
 
 
 class Cluster:
-    """Slurm's controller and nodes `node0`, `node1` ... of 32 processors each; close it."""
+    """Slurm's controller, and nodes `node0`, `node1` ... of 32 processors each once they are given;
+    close it.
+    """
 
     def __init__(self, folder: Path, nodes: int) -> None:
         self.folder, self.env = folder, environment() | {"SLURM_CONF": f"{folder}/slurm.conf"}
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
         host, user = socket.gethostname(), subprocess.check_output(["id", "-un"], text=True).strip()
-        text = CONF.format(host=host, user=user, port=reserve_port(), folder=folder)
-        if plugins := self.env.pop("PLUGINS", ""):
-            text += f"PluginDir={plugins}\n"
+        conf = CONF.format(host=host, user=user, port=reserve_port(), folder=folder).split()
+        conf += [f"PluginDir={self.env.pop('PLUGINS')}"] if "PLUGINS" in self.env else []
         for n in range(nodes):
-            text += f"NodeName=node{n} NodeHostname={host} NodeAddr=127.0.0.1 "
-            text += f"Port={reserve_port()} CPUs=32 RealMemory=64000 State=UNKNOWN\n"
+            place = f"NodeHostname={host} NodeAddr=127.0.0.1 Port={reserve_port()}"
+            conf.append(f"NodeName=node{n} {place} CPUs=32 RealMemory=64000 State=UNKNOWN")
         (folder / "state").mkdir(parents=True)
-        (folder / "slurm.conf").write_text(text)
-        self._controller = subprocess.Popen(
-            [shutil.which("slurmctld", path=self.env["PATH"]), "-D", "-c"], env=self.env,
-            stdout=subprocess.DEVNULL, stderr=(folder / "slurmctld.err").open("w"))  # fmt: skip
-        for n in range(nodes):
-            self.give(f"node{n}")
+        lines = [*conf, "PartitionName=all Nodes=ALL Default=YES", ""]
+        (folder / "slurm.conf").write_text("\n".join(lines))
+        self._controller = self._start("slurmctld", self._path("slurmctld"), "-D", "-c")
+
+    def _path(self, program: str) -> str:
+        return shutil.which(program, path=self.env["PATH"]) or program
+
+    def _start(self, name: str, *words: str) -> subprocess.Popen[bytes]:
+        out = (self.folder / f"{name}.err").open("a")
+        return subprocess.Popen(words, env=self.env, stdout=out, stderr=out)
 
     def give(self, node: str) -> None:
         """Start this node, and wait until it is there."""
-        daemon = shutil.which("slurmd", path=self.env["PATH"])
-        step = shutil.which("slurmstepd", path=self.env["PATH"])
-        words = [sys.executable, "-c", NODE, daemon, "-D", "-N", node, "-d", step]
-        out = (self.folder / f"{node}.err").open("a")
-        self.nodes[node] = subprocess.Popen(words, env=self.env, stdout=out, stderr=out)
+        words = [self._path("slurmd"), "-D", "-N", node, "-d", self._path("slurmstepd")]
+        self.nodes[node] = self._start(node, sys.executable, "-c", NODE, *words)
         self.until(lambda: self.state(node) == "idle")
 
     def take(self, node: str) -> None:
@@ -132,12 +118,10 @@ class Cluster:
         send([*descendants(holder.pid), holder.pid], signal.SIGKILL)
         holder.wait()
 
-    def ask(self, *words: str, check: bool = True, **env: str) -> str:
+    def ask(self, *words: str, **env: str) -> str:
         """What a program of Slurm prints."""
         done = subprocess.run(words, env=self.env | env, capture_output=True, text=True, timeout=60)
-        assert not check or done.returncode == 0, (
-            f"{words}: {done.stdout}{done.stderr}\n{self.log()}"
-        )
+        assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}\n{self.log()}"
         return done.stdout
 
     def state(self, node: str) -> str:
