@@ -17,8 +17,17 @@ from dataclasses import dataclass
 from ..rendezvous.environment import endpoint, islands, whole
 from .processes import ATTEMPT
 
+Variables = Mapping[str, str]
 STORE_PORT, MAIN_PORT = 29400, 29500
-"""Port of the store and of an island's first node, where an engine names the host alone."""
+"""Ports of the store and of an island's first node, where nothing else is said."""
+
+ACCELERATE = {
+    "num_machines": "PET_NNODES",
+    "machine_rank": "PET_NODE_RANK",
+    "main_process_ip": "PET_MASTER_ADDR",
+    "main_process_port": "PET_MASTER_PORT",
+}
+"""Flags of `accelerate launch` -> what torchrun reads instead."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,7 @@ class Place:
     attempt: int = 0
     nodes: int = 1
     node: int = 0
-    main: str = "127.0.0.1"
+    main: str = ""
     port: int = MAIN_PORT
     procs: int = 0
 
@@ -61,7 +70,7 @@ def hosts(nodelist: str) -> list[str]:
     return found
 
 
-def _slurm(env: Mapping[str, str]) -> list[Place]:
+def _slurm(env: Variables) -> list[Place]:
     """An island is a task of an array; else a task of the step, or, with ISLAND_COUNT by hand, as
     many tasks as come to one island. With ISLAND_RANK by hand the whole job is one.
     """
@@ -81,37 +90,40 @@ def _slurm(env: Mapping[str, str]) -> list[Place]:
     if count < 1 or tasks % count or tasks not in (count, nodes):
         found = f"{tasks} tasks of srun on {nodes} nodes make no {count} islands: allowed are one"
         raise ValueError(f"{found} task per island, or one per node and as many nodes per island")
-    rank, node = divmod(task, tasks // count)
-    names = hosts(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""))
-    main = names[task - node] if len(names) == tasks else "127.0.0.1"
-    # jobs may share a node, so each has a port of its own
-    own = attempt, tasks // count, node, main, 20_000 + job % 10_000, gpus
+    island, node = divmod(task, tasks // count)
+    names = hosts(env.get("SLURM_STEP_NODELIST", ""))
+    main = names[task - node] if len(names) == tasks else ""
+    said, run, store = "SLURM_PROCID, SLURM_STEP_NUM_TASKS", f"{job}-{attempt}", ""
+    rank, total = (None, None) if one else (island, count)
     if array:
-        index, least, step, count = (
+        index, least, step, total = (
             whole(env, f"SLURM_ARRAY_TASK_{name}", 1) for name in ("ID", "MIN", "STEP", "COUNT")
         )
-        said, run = "SLURM_ARRAY_TASK_ID, SLURM_ARRAY_TASK_COUNT", env.get("SLURM_ARRAY_JOB_ID", "")
-        return [Place(said, (index - least) // step, count, run, "", *own)]
-    said = "SLURM_PROCID, SLURM_STEP_NUM_TASKS"
-    if one:  # of several jobs: a user alone knows how many, and a name for the run
-        return [Place(said, None, None, "", "", *own)]
-    # a batch script starts a store where it calls srun
-    launcher = env.get("SLURM_LAUNCH_NODE_IPADDR", "") if in_step else ""
-    store = f"{launcher}:{STORE_PORT}" if launcher else ""
-    return [Place(said, rank, count, f"{job}-{attempt}", store, *own)]
+        job = whole(env, "SLURM_ARRAY_JOB_ID", job)
+        said, run = "SLURM_ARRAY_TASK_ID, SLURM_ARRAY_TASK_COUNT", str(job)
+        rank = island = (index - least) // step
+    elif one:  # of several jobs: a user alone knows how many, and a name for the run
+        run = ""
+    elif count > 1 and (launcher := env.get("SLURM_LAUNCH_NODE_IPADDR")):
+        store = f"{launcher}:{STORE_PORT}"  # a batch script starts it where it calls srun
+    # islands may share a node, also with those of other jobs
+    port = 20_000 + (31 * job + island) % 10_000
+    return [Place(said, rank, total, run, store, attempt, tasks // count, node, main, port, gpus)]
 
 
-def _mpi(env: Mapping[str, str]) -> list[Place]:
+def _mpi(env: Variables) -> list[Place]:
     """An island is a process. PMIX_RANK comes without a count."""
     names = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
-    return [
-        Place(f"{rank}, {size}".strip(", "), whole(env, rank, 0), whole(env, size, 0) or None)
-        for rank, size in (*names, ("PMIX_RANK", ""))
-        if rank in env
-    ]
+    found = []
+    for name, size in (*names, ("PMIX_RANK", "")):
+        if name in env:
+            rank, count = whole(env, name, 0), whole(env, size, 0) or None
+            said = f"{name}, {size}".strip(", ")
+            found.append(Place(said, rank, count, port=MAIN_PORT + rank))
+    return found
 
 
-def _kubernetes(env: Mapping[str, str]) -> list[Place]:
+def _kubernetes(env: Variables) -> list[Place]:
     """An island is a Job of a JobSet, with all its pods; without JOB_INDEX, and without ISLAND_RANK
     by hand, a node of a TrainJob or a pod of an Indexed Job.
     """
@@ -126,9 +138,9 @@ def _kubernetes(env: Mapping[str, str]) -> list[Place]:
     if not index and not env.get("ISLAND_RANK"):
         count = nodes if "PET_NNODES" in env else None
         return [Place(f"{pod}, PET_NNODES" if count else pod, node, count, *seen)]
-    first = f"{jobset}-{env.get('REPLICATED_JOB_NAME')}-{env.get('JOB_INDEX')}-0.{jobset}"
-    main = env.get("PET_MASTER_ADDR") or (first if jobset else "127.0.0.1")
-    own = (*seen, nodes, node, main, whole(env, "PET_MASTER_PORT", MAIN_PORT))
+    parts = [env.get(name, "") for name in ("JOBSET_NAME", "REPLICATED_JOB_NAME", "JOB_INDEX")]
+    main = f"{'-'.join(parts)}-0.{jobset}" if all(parts) else ""
+    own = (*seen, nodes, node, main)
     size = "REPLICATED_JOB_REPLICAS" if index == "JOB_INDEX" else ""
     rank, count = whole(env, index, 0) if index else None, whole(env, size, 0) or None
     return [Place(f"{index or pod}, {size}".strip(", "), rank, count, *own)]
@@ -137,10 +149,9 @@ def _kubernetes(env: Mapping[str, str]) -> list[Place]:
 ENGINES = {"slurm": _slurm, "mpi": _mpi, "kubernetes": _kubernetes}
 
 
-def _place(engine: str, env: Mapping[str, str]) -> Place:
+def _place(engine: str, env: Variables) -> Place:
     """What `engine` says, where no other engine says something else."""
-    places = ENGINES[engine](env)
-    if not places:
+    if not (places := ENGINES[engine](env)):
         raise ValueError(f"no variable of {engine} says who this process is")
     chosen = places[0]
     if env.get("ISLAND_RANK") and env.get("ISLAND_COUNT"):
@@ -154,17 +165,15 @@ def _place(engine: str, env: Mapping[str, str]) -> Place:
         pairs = (chosen.rank, place.rank), (chosen.count, place.count)
         differ = any(None not in two and two[0] != two[1] for two in pairs)
         if differ and place.count != 1 and not of_step:
-            raise ValueError(
-                f"{chosen.said} say island {chosen.rank} of {chosen.count}, but {place.said} say "
-                f"{place.rank} of {place.count}: set ISLAND_RANK and ISLAND_COUNT, or unset what "
-                "does not count islands (env -u NAME)"
+            found = (
+                f"{chosen.said} say island {chosen.rank} of {chosen.count}, but {place.said} say"
             )
+            cure = "set ISLAND_RANK and ISLAND_COUNT, or unset what counts no islands (env -u NAME)"
+            raise ValueError(f"{found} {place.rank} of {place.count}: {cure}")
     return chosen
 
 
-def told(
-    engine: str, env: Mapping[str, str], command: list[str]
-) -> tuple[dict[str, str], list[str]]:
+def told(engine: str, env: Variables, command: list[str]) -> tuple[dict[str, str], list[str]]:
     """The variables ISLAND_* and PET_* that follow from what `engine` says, and `command` with what
     it must be told of an island of several nodes. One line on stderr says what was chosen.
 
@@ -185,35 +194,40 @@ def told(
             endpoint(found)
     except ValueError as error:
         raise ValueError(f"{place.said}: {error}") from None
-    text = f"island {found['ISLAND_RANK']} of {found['ISLAND_COUNT']}"
+    text, pet = f"island {found['ISLAND_RANK']} of {found['ISLAND_COUNT']}", _nodes(place, env)
     if place.nodes > 1:
-        text += f", node {place.node} of {place.nodes} at {place.main}:{place.port}"
+        text += ", node {1} of {0} at {2}:{3}".format(*pet.values())
     for name, word in zip(names[2:], ("run", "store", "start"), strict=True):
         text += f", {word} {found[name]}" if found.get(name) else ""
     text += f", by {place.said}" + (f"; set by hand: {', '.join(hand)}" if hand else "")
-    if place.nodes > 1 or "PET_NNODES" in env:
-        found |= {"PET_NNODES": str(place.nodes), "PET_NODE_RANK": str(place.node)}
-        found |= {"PET_MASTER_ADDR": place.main, "PET_MASTER_PORT": str(place.port)}
-    if place.procs:
-        found["PET_NPROC_PER_NODE"] = env.get("PET_NPROC_PER_NODE") or str(place.procs)
-    command = _several(place, {**env, **found}, command)
+    command = _several(place.nodes, pet, command) if place.nodes > 1 else command
     sys.stderr.write(f"fsdp_demo.launch: --from {engine}: {text}\n")
-    return found, command
+    return found | pet, command
 
 
-def _several(place: Place, env: Mapping[str, str], command: list[str]) -> list[str]:
-    """The command on a node: torchrun reads PET_*, `accelerate launch` does not. Flags that stand
-    there win.
-    """
-    if command[0] == "torchrun" or place.nodes == 1:
+def _nodes(place: Place, env: Variables) -> dict[str, str]:
+    """PET_*, as torchrun reads them, of this node."""
+    main, port = "127.0.0.1", place.port
+    if place.nodes > 1:
+        main, port = env.get("PET_MASTER_ADDR") or place.main, whole(env, "PET_MASTER_PORT", port)
+    if not main:
+        found = f"an island of {place.nodes} nodes, but no address of its first node"
+        raise ValueError(f"{found}: set PET_MASTER_ADDR by hand")
+    values = place.nodes, place.node, main, port
+    pet = {name: str(value) for name, value in zip(ACCELERATE.values(), values, strict=True)}
+    procs = env.get("PET_NPROC_PER_NODE") or place.procs  # a number, or gpu, cpu, auto
+    return pet | ({"PET_NPROC_PER_NODE": str(procs)} if procs else {})
+
+
+def _several(nodes: int, pet: Variables, command: list[str]) -> list[str]:
+    """The command on one of several nodes; flags that stand there win."""
+    if command[0] == "torchrun":
         return command
     if command[:2] != ["accelerate", "launch"]:
-        found = f"{command[0]} on an island of {place.nodes} nodes would start alone on each"
-        raise ValueError(f"{found}: allowed are torchrun and accelerate launch")
-    flags = f"num_machines={place.nodes} machine_rank={place.node} main_process_ip={place.main} "
-    flags += f"main_process_port={place.port}"
-    if procs := whole(env, "PET_NPROC_PER_NODE", 0):
-        flags += f" num_processes={place.nodes * procs}"
+        text = f"{command[0]} on an island of {nodes} nodes would start alone on each of them"
+        raise ValueError(f"{text}: allowed are torchrun and accelerate launch")
+    flags = {flag: pet[name] for flag, name in ACCELERATE.items()}
+    if (procs := pet.get("PET_NPROC_PER_NODE", "")).isdigit():
+        flags["num_processes"] = str(nodes * int(procs))
     given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in command}
-    added = [f"--{flag}" for flag in flags.split() if flag.partition("=")[0] not in given]
-    return [*command[:2], *added, *command[2:]]
+    return [*command[:2], *(f"--{f}={v}" for f, v in flags.items() if f not in given), *command[2:]]

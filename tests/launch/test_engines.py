@@ -15,7 +15,7 @@ from fsdp_demo.launch import engines
 
 GROUPS = dict(
     JOB="SLURM_JOB_ID=4711 SLURM_NNODES=2 SLURM_GPUS_ON_NODE=8",
-    STEP="JOB SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 SLURM_JOB_NODELIST=gpu[08-09] "
+    STEP="JOB SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=gpu[08-09] "
     "SLURM_LAUNCH_NODE_IPADDR=10.0.0.8",
     TASK="SLURM_ARRAY_JOB_ID=4711 SLURM_ARRAY_TASK_ID=3 SLURM_ARRAY_TASK_MIN=1 "
     "SLURM_ARRAY_TASK_STEP=2 SLURM_ARRAY_TASK_COUNT=2",
@@ -41,15 +41,15 @@ def variables(text: str) -> dict[str, str]:
     ("slurm", "STEP", "1 of 2, run 4711-0, start 0 at 10.0.0.8:29400", ""),
     ("slurm", "STEP SLURM_RESTART_COUNT=2", "1 of 2, run 4711-2, start 2 at 10.0.0.8:29400", ""),
     ("slurm", "STEP AT", "1 of 2, run 4711-0, start 0 at 10.0.0.1:29400", ""),
-    ("slurm", "STEP ISLAND_COUNT=1", "0 of 1, run 4711-0, start 0 at 10.0.0.8:29400",
-     "2 1 gpu08 24711"),
+    ("slurm", "STEP ISLAND_COUNT=1", "0 of 1, run 4711-0, start 0 at ",
+     "2 1 gpu08 26041"),
     ("slurm", "STEP AT ISLAND_RANK=3 ISLAND_COUNT=4", "3 of 4, run , start 0 at 10.0.0.1:29400",
-     "2 1 gpu08 24711"),
+     "2 1 gpu08 26041"),
     ("slurm", "STEP PMI_RANK=1 PMI_SIZE=2", "1 of 2, run 4711-0, start 0 at 10.0.0.8:29400", ""),
     ("slurm", "ARRAY AT", "1 of 2, run 4711, start 0 at 10.0.0.1:29400", ""),
     ("slurm", "ARRAY AT SLURM_RESTART_COUNT=1", "1 of 2, run 4711, start 1 at 10.0.0.1:29400",
      ""),
-    ("slurm", "STEP TASK AT", "1 of 2, run 4711, start 0 at 10.0.0.1:29400", "2 1 gpu08 24711"),
+    ("slurm", "STEP TASK AT", "1 of 2, run 4711, start 0 at 10.0.0.1:29400", "2 1 gpu08 26042"),
     ("mpi", "OMPI AT ISLAND_RUN=mine", "1 of 2, run mine, start 0 at 10.0.0.1:29400", ""),
     ("mpi", "AT PMI_RANK=0 PMI_SIZE=2", "0 of 2, run , start 0 at 10.0.0.1:29400", ""),
     ("mpi", "AT PMIX_RANK=1 ISLAND_COUNT=2", "1 of 2, run , start 0 at 10.0.0.1:29400", ""),
@@ -75,7 +75,8 @@ def test_engine_names_the_island(
     rank, count, run, start, store = (found.get(f"ISLAND_{name}", "") for name in names)
     assert f"{rank} of {count}, run {run}, start {start} at {store}" == place
     names = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-    assert " ".join(found.get(f"PET_{name}", "") for name in names).strip() == nodes
+    pet = " ".join(found[f"PET_{name}"] for name in names)
+    assert pet == nodes or not nodes and pet.startswith("1 0 127.0.0.1 2")
     assert words == ["torchrun", "train.py"]
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and f"--from {engine}: island {rank} of {count}" in said
@@ -92,6 +93,7 @@ def test_engine_names_the_island(
     ("slurm", "ARRAY AT SLURM_ARRAY_TASK_ID=5", "ISLAND_RANK=2 with ISLAND_COUNT=2: allowed is"),
     ("slurm", "STEP OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=4",
      "say island 1 of 2, but OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE say 0 of 4"),
+    ("slurm", "STEP ISLAND_COUNT=1 SLURM_STEP_NODELIST=", "no address of its first node: set PET_"),
     ("mpi", "OMPI AT PMI_RANK=0 PMI_SIZE=2", "island 1 of 2, but PMI_RANK, PMI_SIZE say 0 of 2"),
     ("mpi", "OMPI", "ISLAND_ENDPOINT is not set"),
     ("mpi", "AT PMIX_RANK=1", "PMIX_RANK: no ISLAND_COUNT in it"),
@@ -116,6 +118,8 @@ def test_engine_tells_accelerate_of_the_nodes() -> None:
     words = engines.told("slurm", env, given)[1]
     added = "--num_machines=2 --machine_rank=1 --main_process_ip=gpu08 --num_processes=16"
     assert words == ["accelerate", "launch", *added.split(), *given[2:]]
+    words = engines.told("slurm", env | {"PET_NPROC_PER_NODE": "gpu"}, given)[1]
+    assert not any("num_processes" in word for word in words)
     with pytest.raises(ValueError, match="trl on an island of 2 nodes would start alone on each"):
         engines.told("slurm", env, ["trl", "sft"])
 

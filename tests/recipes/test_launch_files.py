@@ -27,7 +27,9 @@ FAKES = {
     '"${!ISLAND_@}"; exec sh -c "$*"',
     "srun": """while [[ $1 == -* ]]; do shift; done
 pids=() status=0
-for ((node = 0; node < SLURM_NNODES; node++)); do SLURM_NODEID=$node "$@" & pids+=($!); done
+for ((node = 0; node < SLURM_NNODES; node++)); do
+    SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=$SLURM_NNODES SLURM_PROCID=$node "$@" & pids+=($!)
+done
 for pid in "${pids[@]}"; do wait "$pid" || { one=$?; [ $one -le $status ] || status=$one; }; done
 exit $status""",
     "hostname": "[ $1 = -I ] && echo 127.0.0.1 10.9.8.7",
@@ -207,7 +209,7 @@ def test_mesh_stop_saves_and_resumes(launch, file):
     metrics = metrics_of(launch)
     if file.startswith("slurm"):
         mine = f"--output {launch.output}"
-        words = ["pkill", "-TERM", "-f", f"fsdp_demo.launch accelerate .*{mine}"]
+        words = ["pkill", "-TERM", "-f", f"^{sys.executable} -m fsdp_demo.launch --from .*{mine}"]
         assert subprocess.run(words).returncode == 0
     else:
         process.send_signal(signal.SIGTERM)
@@ -240,17 +242,28 @@ def test_ssh_islands_stop_saves_and_resumes(launch):
 STUB = """
 case "$*" in
     *store*) [[ $* != *--port-file* ]] || echo 29400 >"${@: -1}"; exec sleep 60 ;;
+    *"launch --from"*) LAUNCH ;;
     *) echo "island $ISLAND_RANK of $ISLAND_COUNT at $ISLAND_ENDPOINT run $ISLAND_RUN: $*"; exit "$STUB_STATUS" ;;
 esac
 """  # noqa: E501
-NODE = 'echo "node: $*"; exit "${STUB_STATUS:-0}"'
+# the launcher of `--from`, which starts this stub in place of Python
+LAUNCH = """shift 2; exec {python} -c 'import sys
+from fsdp_demo.launch.__main__ import main
+sys.executable = sys.argv.pop(1)
+sys.exit(main(sys.argv[1:]))' "$0" "$@"
+""".replace("{python}", sys.executable).strip()
+STUB = STUB.replace("LAUNCH", LAUNCH)
+NODE = f"""case "$*" in
+    *"launch --from"*) {LAUNCH} ;;
+    *) echo "node: $*"; exit "${{STUB_STATUS:-0}}" ;;
+esac"""
 REQUEUED = pytest.mark.parametrize(("count", "status"), [(None, 0), (1, 75), (2, 78)])
 
 
 def requeued(launch, file, text, count, status):
     """What a job says that is the `count`-th life of one, and whose nodes end with `status`."""
     again = {} if count is None else {"SLURM_RESTART_COUNT": count}
-    variables = slurm(2, PYTHON=launch.stub(text), STUB_STATUS=status, **again)
+    variables = slurm(2, PYTHON=launch.stub(text), STUB_STATUS=status, RESTARTS=0, **again)
     output = ended(launch(file, **variables), status=status)
     assert ("scontrol requeue 4711" in output) == (status == 75)
     assert ("choose, then submit again" in output) == (status == 78)
@@ -318,14 +331,11 @@ def test_launch_file_passes_the_users_variables(launch, file, hosts):
 LOST = """
 case "$*" in
     *store*) [[ $* != *--port-file* ]] || echo 29400 >"${@: -1}"; exec sleep 600 ;;
-    *"launch --restarts 9"*) shift 2; exec {python} -c 'import sys
-from fsdp_demo.launch.__main__ import main
-sys.executable = sys.argv.pop(1)
-sys.exit(main(sys.argv[1:]))' "$0" "$@" ;;
+    *"launch --from"* | *"launch --restarts 9"*) LAUNCH ;;
     *)  echo "life ${ISLAND_ATTEMPT:-0} of island $ISLAND_RANK: $*"
         if [ "$ISLAND_RANK ${ISLAND_ATTEMPT:-0}" = "1 0" ]; then kill -9 $$; fi ;;
 esac
-"""
+""".replace("LAUNCH", LAUNCH)
 
 
 @pytest.mark.timeout(300)
@@ -334,7 +344,7 @@ def test_launch_file_restarts_a_lost_island(launch, file, hosts):
     """A lost island is started again by the supervisor of `fsdp_demo.launch`; what it starts is
     killed in its first life.
     """
-    stub = launch.stub(LOST.replace("{python}", sys.executable))
+    stub = launch.stub(LOST)
     output = ended(launch(file, **hosts(2, PYTHON=stub, RUN=RUN)))
     found = sorted(
         line[line.index("life ") :] for line in output.splitlines() if line.startswith("life ")
@@ -361,6 +371,7 @@ def test_ssh_islands_status_is_the_worst(launch, of_islands, whole):
     ("ssh/mesh.sh", {"HOSTS": "a b", "LAUNCHER": "mpirun"}, "LAUNCHER=mpirun"),
     ("slurm/islands-4nodes.sbatch", {"SLURM_JOB_ID": ""}, "start it with sbatch"),
     ("slurm/mesh-2nodes.sbatch", {"SLURM_JOB_ID": ""}, "start it with sbatch"),
+    ("slurm/island.sbatch", {"SLURM_JOB_ID": "1"}, "not in a job array"),
 ])  # fmt: skip
 def test_launch_file_refuses_wrong_variables(launch, file, variables, message):
     """Wrong variables of a launch file are refused at once."""

@@ -29,6 +29,7 @@ STARTS = {
     "spawn",
     "NotebookClient",
     "fresh_python",  # of programs.py
+    "Cluster",  # of slurm.py
     "kernel",  # of topk: a compiler
     "ray_init",  # a cluster of Ray
     "over_bytes",  # of the study: matplotlib: fc-list, where it knows no fonts yet
