@@ -58,8 +58,8 @@ class CheckpointRegistry:
         (`choice.choose`), in the order of `Topology.starters`. All that begin come together.
 
         Args:
-            about: "place", the folder of this island (`folders.place`), which must be no other's;
-                "damaged", as `CheckpointManager.damaged`.
+            about: "place", the folder of this island (`folders.place`), and "remote", that in a
+                store of objects, which must be no other's; "damaged", as `CheckpointManager`'s.
             same: what must be told alike on all islands, by name.
 
         Raises:
@@ -86,13 +86,19 @@ class CheckpointRegistry:
             refuse_damaged(notes)
         return chosen
 
-    def common(self, mine: Sequence[HeldCheckpoint]) -> int | None:
+    def common(
+        self, mine: Sequence[HeldCheckpoint], remote: Sequence[HeldCheckpoint] | None = None
+    ) -> list[int | None]:
         """The newest step that all islands are known to hold between the same exchanges, for
-        rotation, by `exchange`. Raises ValueError, TypeError for a note of another form, too.
+        rotation, by `exchange`: in their folders, and in stores of objects (`remote`; an island
+        without one counts with its folder). Raises ValueError, TypeError for a note of another
+        form, too.
         """
-        said = self.exchange([h.note() for h in mine])
-        held = [[HeldCheckpoint(*h) for h in each or ()] for each in said]
-        return max((states[0].step for states in alike(held)), default=None)
+        both = mine, mine if remote is None else remote
+        said = self.exchange([[h.note() for h in each] for each in both])
+        places = ([each[i] if each else () for each in said] for i in (0, 1))
+        held = ([[HeldCheckpoint(*h) for h in each] for each in there] for there in places)
+        return [max((s[0].step for s in alike(there)), default=None) for there in held]
 
     def meet(self, note: dict[str, Any]) -> list[dict[str, Any]]:
         """Leave a note and wait for those of all islands that begin, in order of the islands. Each
@@ -184,9 +190,13 @@ def refuse_damaged(notes: Sequence[dict[str, Any]]) -> None:
 
 
 def _refuse_one_folder(notes: Sequence[dict[str, Any]]) -> None:
-    """Raise NeedsDecision where two islands of one machine have the same folder."""
-    places = [n["place"] for n in notes if n.get("place")]
-    if names := [str(n.get("name")) for n in notes if places.count(n.get("place")) > 1]:
+    """Raise NeedsDecision where two islands of one machine, or in one store, have one folder."""
+    places = [n[kind] for n in notes for kind in ("place", "remote") if n.get(kind)]
+    if names := [
+        str(n.get("name"))
+        for n in notes
+        if places.count(n.get("place")) > 1 or places.count(n.get("remote")) > 1
+    ]:
         raise NeedsDecision(
             f"islands {', '.join(names)} have one folder for their checkpoints: give each "
             f"island a folder of its own, such as Path(folder) / topology.name{see('later-life')}"
