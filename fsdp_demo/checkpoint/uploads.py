@@ -177,7 +177,7 @@ class Uploads:
             store.remove(f"{path}/{MANIFEST}")
             raise
         if remote.ranks.rank == 0:
-            self._clean()
+            self._clean(folder)
 
     def _refuse_older(self) -> None:
         newest, mine = max(self._remote.lives(), default=""), self._remote.life
@@ -187,7 +187,7 @@ class Uploads:
                 f" which was taken for dead: nothing is uploaded; end it{see('later-life')}"
             )
 
-    def _clean(self) -> None:
+    def _clean(self, uploaded: Path) -> None:
         """Remove what rotation does not keep, and what came to nothing. What fails here is done
         after the next upload.
         """
@@ -201,7 +201,7 @@ class Uploads:
             if not self.settled:  # what was put aside
                 stay |= all_there - {path for path, _ in whole.values()}
             with self._changed:
-                names = {folder.name for folder in self._waiting.values()}
+                names = {folder.name for folder in self._waiting.values() if folder != uploaded}
             # other disks are at it, or a person has given it up
             last = max((generation_in(path) for path, _ in whole.values()), default="")
             last = last if self.settled else ""
