@@ -426,17 +426,23 @@ class CheckpointManager:
         anything goes. What cannot be asked or removed stays: nothing here may end a training."""
         try:
             held = [HeldCheckpoint(*note) for note in self._here()[0]]
-            known = None if self.remote is None else self.remote.known
-            here, there = self.ranks.from_first(lambda: self.registry.common(held, known))
-            self.common = self.common if here is None else here
-            if self.uploads is not None and there is not None:
-                self.uploads.keeps = there, self.keep, self.best
+            common = self.ranks.from_first(lambda: self.registry.common(held))
+            self.common = self.common if common is None else common
+            if self.uploads is not None:
+                self.uploads.keeps = self._common_remote(), self.keep, self.best
             self._once_per_disk(self._remove_superfluous)
         except (RuntimeError, OSError, ValueError, TypeError) as error:
             # PeerLost is a RuntimeError
             if self.topology.rank == 0:
                 why = (str(error).splitlines() or [""])[0]
                 log.warning("%s: no old checkpoint is removed: %s", self.topology.name, why)
+
+    def _common_remote(self) -> int:
+        """The newest step that all islands have in their stores; -1 where one has none."""
+        if self.remote is None or self.ranks.rank:
+            return -1
+        common = self.registry.common(self.remote.known, where="remote")
+        return -1 if common is None else common
 
     def _remove_superfluous(self) -> None:
         there = self.whole()

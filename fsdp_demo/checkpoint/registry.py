@@ -86,19 +86,13 @@ class CheckpointRegistry:
             refuse_damaged(notes)
         return chosen
 
-    def common(
-        self, mine: Sequence[HeldCheckpoint], remote: Sequence[HeldCheckpoint] | None = None
-    ) -> list[int | None]:
+    def common(self, mine: Sequence[HeldCheckpoint], **where: str) -> int | None:
         """The newest step that all islands are known to hold between the same exchanges, for
-        rotation, by `exchange`: in their folders, and in stores of objects (`remote`; an island
-        without one counts with its folder). Raises ValueError, TypeError for a note of another
-        form, too.
+        rotation, by `exchange`, which `where` is for. Raises ValueError, TypeError for a note of another form, too.
         """
-        both = mine, mine if remote is None else remote
-        said = self.exchange([[h.note() for h in each] for each in both])
-        places = ([each[i] if each else () for each in said] for i in (0, 1))
-        held = ([[HeldCheckpoint(*h) for h in each] for each in there] for there in places)
-        return [max((s[0].step for s in alike(there)), default=None) for there in held]
+        said = self.exchange([h.note() for h in mine], **where)
+        held = [[HeldCheckpoint(*h) for h in each or ()] for each in said]
+        return max((states[0].step for states in alike(held)), default=None)
 
     def meet(self, note: dict[str, Any]) -> list[dict[str, Any]]:
         """Leave a note and wait for those of all islands that begin, in order of the islands. Each
@@ -138,10 +132,10 @@ class CheckpointRegistry:
         notes = starting.gather(attempt, t, t.starters, f"{meeting}/note", dict[str, Any])
         return list(notes.values())
 
-    def exchange(self, held: Any) -> list[Any]:
+    def exchange(self, held: Any, where: str = "held") -> list[Any]:
         """Say what this island holds, and hear what the others have said last; nothing yet is None.
         In order of the islands, without those that have not begun with the others and have said
-        nothing. Islands need not come together.
+        nothing. Islands need not come together. where: "held" here, "remote" in a store of objects.
 
         Raises:
             StoreSilent: no answer within `PATIENCE` seconds, or `QUIET` seconds before.
@@ -153,11 +147,11 @@ class CheckpointRegistry:
             raise StoreSilent(f"the store did not answer before: it is asked again in {left:.0f} s")
         try:
             store = self._attempt(PATIENCE, ABSENT).under(f"checkpoints{self._number}")
-            store.set(f"held/{t.island}", json.dumps(held))
+            store.set(f"{where}/{t.island}", json.dumps(held))
             said = {
                 i: store.note(key, f"island {i}", Any)
                 for i in range(t.islands)
-                if store.get(key := f"held/{i}")
+                if store.get(key := f"{where}/{i}")
             }
         except StoreSilent:
             # when it answers again it may be another one
