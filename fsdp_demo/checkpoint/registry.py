@@ -88,7 +88,8 @@ class CheckpointRegistry:
 
     def common(self, mine: Sequence[HeldCheckpoint], **where: str) -> int | None:
         """The newest step that all islands are known to hold between the same exchanges, for
-        rotation, by `exchange`, which `where` is for. Raises ValueError, TypeError for a note of another form, too.
+        rotation, by `exchange`, which `where` is for. Raises ValueError, TypeError for a note of
+        another form, too.
         """
         said = self.exchange([h.note() for h in mine], **where)
         held = [[HeldCheckpoint(*h) for h in each or ()] for each in said]

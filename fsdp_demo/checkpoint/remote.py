@@ -17,8 +17,8 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,14 +63,15 @@ class ObjectStore:
     not do what they ask; its client may have tried several times.
 
     Attributes:
-        moved: when bytes have passed last (`time.monotonic`).
+        moved: when bytes have passed last, and until: what fails before is tried again
+            (`time.monotonic`).
 
     Raises:
         ValueError: fsspec, or its package for this kind of store, is not installed.
     """
 
     def __init__(self, url: str):
-        self.moved = time.monotonic()
+        self.url, self.moved, self.until = url, time.monotonic(), 0.0
         options = {"auto_mkdir": True} if url.startswith(("file:", "local:")) else {}
         try:
             from fsspec.callbacks import Callback
@@ -89,49 +90,51 @@ class ObjectStore:
     def _move(self, *_: Any, **__: Any) -> None:
         self.moved = time.monotonic()
 
+    def _do(self, ask: Callable[..., T], key: str, *given: Any, **named: Any) -> T:
+        wait = AGAIN
+        while True:
+            try:
+                return ask(f"{self._root}/{key}".rstrip("/"), *given, **named)
+            except (FileNotFoundError, PermissionError):
+                raise
+            except Exception as error:  # clients have some of their own (botocore, aiohttp)
+                if time.monotonic() + wait > self.until:
+                    if isinstance(error, OSError):
+                        raise
+                    raise OSError(f"{type(error).__name__}: {error!s:.200}") from error
+                log.warning("%s: %s; it is tried again", self.url, error)
+                time.sleep(wait)
+                wait = min(2 * wait, 10.0)
+
     def sizes(self, below: str = "") -> dict[str, int]:
         """Bytes of all objects below a key, by their keys relative to that."""
-        root, there = f"{self._root}/{below}".rstrip("/"), {}
-        with _as_os_error(), suppress(FileNotFoundError):
-            there = self._fs.find(root, detail=True)
-        return {key[len(root) + 1 :]: int(info["size"]) for key, info in there.items()}
+        there: dict[str, Any] = {}
+        with suppress(FileNotFoundError):
+            there = self._do(self._fs.find, below, detail=True)
+        start = len(f"{self._root}/{below}".rstrip("/")) + 1
+        return {key[start:]: int(info["size"]) for key, info in there.items()}
 
     def read(self, key: str) -> bytes:
         """An object's bytes."""
-        with _as_os_error():
-            return bytes(self._fs.cat_file(f"{self._root}/{key}"))
+        return bytes(self._do(self._fs.cat_file, key))
 
     def write(self, key: str, data: bytes) -> None:
         """Make an object of `data`."""
-        with _as_os_error():
-            self._fs.pipe_file(f"{self._root}/{key}", data)
+        self._do(self._fs.pipe_file, key, data)
 
     def put(self, file: Path, key: str) -> None:
         """Make an object of a file."""
-        with _as_os_error():
-            self._fs.put_file(str(file), f"{self._root}/{key}", **self._told)
-            self._move()
+        self._do(lambda at: self._fs.put_file(str(file), at, **self._told), key)
+        self._move()
 
-    def get(self, key: str, file: Path) -> None:
-        """Make a file of an object."""
-        with _as_os_error():
-            self._fs.get_file(f"{self._root}/{key}", str(file), **self._told)
+    def get(self, key: str, file: Path, fits: Callable[[], T]) -> T:
+        """Make a file of an object, and see that it `fits`, which may raise OSError."""
+        return self._do(lambda at: self._fs.get_file(at, str(file), **self._told) or fits(), key)
 
     def remove(self, key: str) -> None:
         """Delete an object, or all below a key; nothing where it is not there."""
-        with _as_os_error(), suppress(FileNotFoundError):
-            self._fs.rm(f"{self._root}/{key}", recursive=True)
-
-
-@contextmanager
-def _as_os_error() -> Iterator[None]:
-    """Clients have errors of their own (of botocore, of aiohttp) beside those of the system."""
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        raise OSError(f"{type(error).__name__}: {error!s:.200}") from error
+        with suppress(FileNotFoundError):
+            self._do(self._fs.rm, key, recursive=True)
 
 
 class Remote:
@@ -232,20 +235,17 @@ class Remote:
         return f"{self.life}-{save:06d}"
 
     def _asked(self, ask: Callable[[], T]) -> T:
-        """The answer to a question at the start, which is asked until ISLAND_TIMEOUT is over."""
-        begun = time.monotonic()
-        while True:
-            try:
-                return ask()
-            except OSError as error:
-                left = self.topology.timeout - (time.monotonic() - begun)
-                if left < AGAIN or isinstance(error, FileNotFoundError | PermissionError):
-                    raise OSError(
-                        f"{self.url} cannot be used ({error}): mend that, or leave it out (remote="
-                        '"", ISLAND_REMOTE) to go on with the local folders alone'
-                    ) from error
-                log.warning("%s: %s; it is asked again for %.0f s", self.url, error, left)
-                time.sleep(AGAIN)
+        """The answer to questions at the start: what fails is tried again for ISLAND_TIMEOUT."""
+        try:
+            self.store.until = time.monotonic() + self.topology.timeout
+            return ask()
+        except OSError as error:
+            raise OSError(
+                f'{self.url} cannot be used ({error}): mend that, or leave it out (remote="", '
+                "ISLAND_REMOTE) to go on with the local folders alone"
+            ) from error
+        finally:
+            self.store.until = 0.0
 
     def download(self, path: str, folder: Path) -> None:
         """Fetch this rank's share of what its disk needs of a checkpoint (what its ranks have
@@ -253,27 +253,30 @@ class Remote:
         for. Raises OSError: see `merge`.
         """
 
-        def look() -> dict[str, tuple[str, dict[str, int | None]]]:
+        number = self.disk.index(self.ranks.rank)
+
+        def fetch() -> dict[str, dict[str, int]]:
             files: dict[str, tuple[str, dict[str, int | None]]] = {}
             for part in sorted({key.split("/")[0] for key in self.store.sizes(path)}):
                 m = self.manifest(f"{path}/{part}/{MANIFEST}")
                 if m and (m.world != self.ranks.world or {*m.ranks} & {*self.disk}):
                     files = {n: (f"{path}/{part}/{n}", s) for n, s in m.files.items()} | files
-            return files
+            mine = sorted(files)[number :: len(self.disk)]
+            return {name: one(folder / name, *files[name]) for name in mine}
 
-        def fetch(name: str) -> dict[str, int]:
-            (key, wanted), file = files[name], folder / name
+        def one(file: Path, key: str, wanted: dict[str, int | None]) -> dict[str, int]:
+            def fits() -> dict[str, int]:
+                found = measured(file, sync=True)
+                if any(wanted[k] not in (None, found[k]) for k in found):
+                    raise OSError(f"{key} has not come as it was saved")
+                return found
+
             file.parent.mkdir(parents=True, exist_ok=True)
-            self.store.get(key, file)
-            found = measured(file, sync=True)
-            if wanted["bytes"] != found["bytes"] or wanted["crc32"] not in (None, found["crc32"]):
-                raise OSError(f"{key} has not come as it was saved")
-            return found
+            self.store.until = time.monotonic() + self.topology.timeout
+            return self.store.get(key, file, fits)
 
-        files, number = self._asked(look), self.disk.index(self.ranks.rank)
-        mine = sorted(files)[number :: len(self.disk)]
-        sums = {name: self._asked(lambda name=name: fetch(name)) for name in mine}  # type: ignore[misc]
-        in_one_piece(folder / f".sums{number}", lambda p: p.write_text(json.dumps(sums)))
+        sums = json.dumps(self._asked(fetch))
+        in_one_piece(folder / f".sums{number}", lambda part: part.write_text(sums))
 
     # ---- what is there -------------------------------------------------------------------------
 

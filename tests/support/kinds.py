@@ -29,6 +29,7 @@ STARTS = {
     "spawn",
     "NotebookClient",
     "fresh_python",  # of programs.py
+    "S3",  # of s3.py
     "kernel",  # of topk: a compiler
     "over_bytes",  # of the study: matplotlib: fc-list, where it knows no fonts yet
     "draw_storm",  # the same
