@@ -92,7 +92,7 @@ def start(script, *words, **env):
     )
 
 
-@pytest.mark.parametrize("share", [1, 3])
+@pytest.mark.parametrize("share", [1.0, 0.3])
 def test_s3_answers_500(s3, tmp_path, share, caplog):
     """While answers are errors, all or some, training goes on, and all is uploaded in the end; a
     resume gets through, too.
@@ -108,8 +108,8 @@ def test_s3_answers_500(s3, tmp_path, share, caplog):
         assert kept.remote.known == []
         s3.well()
     kept.close()
-    assert [h.step for h in kept.remote.known][-1] == 3 or share == 3
-    s3.fail(4)
+    assert [h.step for h in kept.remote.known] in ([2, 3], [1, 2, 3])
+    s3.fail(0.3)
     point = manager(tmp_path / "b").resume_point()
     assert point.step == 3 and (point.folder / "part2").read_bytes() == bytes([2]) * 70_000
 
@@ -142,7 +142,7 @@ def test_s3_killed_in_mid_upload(s3, tmp_path):
     """
     first = start(SAVER, tmp_path / "a", 1)
     assert first.wait(120) == 0, first.stdout.read()
-    found, whole, limits = set(), 1, [200_000, 900_000, 1_700_000, 2_400_000, 3_000_000, 3_650_000]
+    found, whole, limits = set(), 1, [200_000, 1_700_000, 3_000_000, 3_650_000]
     for number, limit in enumerate(limits):
         step, sent = whole + 1, s3.relay.forth
         s3.relay.wait = 0.01
@@ -177,13 +177,13 @@ def test_s3_sigterm_with_a_slow_store(s3, tmp_path):
             if line.startswith("step") and int(line.split()[1]) % 5 == 4:
                 break
         life.send_signal(signal.SIGTERM)
-        said = life.stdout.read()
+        said = " ".join(life.stdout.read().split())
         return life.wait(120), said
 
     s3.relay.wait = 0.4  # per piece, of some fifty
     status, said = stop(tmp_path / "a", ISLAND_STOP="5")
     assert status == 75, said
-    assert "are not in s3://" in said and "; saved" in said, said
+    assert "are not in s3://" in said and ": saved" in said, said
     s3.well()
     (local,) = (tmp_path / "a").glob("checkpoint-*")
     assert manager(tmp_path / "other").resume_point("auto") is None

@@ -5,7 +5,7 @@ with errors, or not at all.
 from __future__ import annotations
 
 import os
-import re
+import random
 import socket
 import subprocess
 import sys
@@ -18,6 +18,13 @@ import pytest
 from .relay import Relay
 
 MISSING = "needs s3fs and moto, which tests/oldest.sh installs (row s3)"
+_SAYS = (
+    b"<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>"
+)
+ERROR = (
+    b"HTTP/1.1 500 Internal Server Error\r\nContent-Type: application/xml\r\nConnection: close\r\n"
+    b"Content-Length: %d\r\n\r\n%s" % (len(_SAYS), _SAYS)
+)
 
 
 class S3:
@@ -61,16 +68,13 @@ class S3:
         )
         return done.stdout
 
-    def fail(self, share: int = 1) -> None:
-        """Let every `share`th answer be a 500, whatever the server has done."""
-        count = [0]
+    def fail(self, share: float = 1.0) -> None:
+        """Let this share of the answers be a 500, whatever the server has done."""
+        drawn = random.Random(0)
 
         def change(data: bytes, forth: bool) -> bytes:
-            if not forth and data.startswith(b"HTTP/1.1 2"):
-                count[0] += 1
-                if count[0] % share == 0:
-                    return re.sub(rb"^HTTP/1.1 2[^\r]*", b"HTTP/1.1 500 Server Error", data)
-            return data
+            told = not forth and data.startswith(b"HTTP/1.1 2")
+            return ERROR if told and drawn.random() < share else data
 
         self.relay.change = change
 
