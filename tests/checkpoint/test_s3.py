@@ -108,7 +108,8 @@ def test_s3_answers_500(s3, tmp_path, share, caplog):
         assert kept.remote.known == []
         s3.well()
     kept.close()
-    assert [h.step for h in kept.remote.known] in ([2, 3], [1, 2, 3])
+    s3.well()
+    assert {h.step for h in kept.remote.scan().values() if h} >= {2, 3}
     s3.fail(0.3)
     point = manager(tmp_path / "b").resume_point()
     assert point.step == 3 and (point.folder / "part2").read_bytes() == bytes([2]) * 70_000
