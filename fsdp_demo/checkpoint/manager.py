@@ -585,5 +585,7 @@ class CheckpointManager:
             self.remote.begin(step, given_up)
         if step is not None:
             self._once_per_disk(lambda: folders.put_aside(self.root, step, given_up))
-            if self.uploads is not None and step in (here := self.whole()):
-                self.uploads.add(step, here[step])
+            if self.remote is not None and self.uploads is not None:
+                if folder := self.whole().get(step):
+                    if f"{folder.name}/{folders.generation(folder)}" not in self.remote.there:
+                        self.uploads.add(step, folder)

@@ -146,22 +146,23 @@ class Remote:
 
     Attributes:
         origin: paths (checkpoint/generation) of the steps that `merge` has found newer, or only, in
-            the store.
+            the store; there: those of all that is whole in it.
         known: what was whole there when this rank has looked last.
         parts: the parts of the key for all disks.
         life, at: this life, and the step that it went on from; "" and None before `begin`.
+        opening: a life is being opened.
     """
 
     def __init__(self, url: str, name: str, topology: Topology, ranks: Ranks, disk: Sequence[int]):
         self.url = f"{url.rstrip('/')}/{ranks.from_first(lambda: name)}"
         self.topology, self.ranks, self.disk = topology, ranks, list(disk)
         self.parts = sorted({f"rank{first}" for first in ranks.everyone(disk[0])})
-        self.origin: dict[int, str] = {}
+        self.origin, self.there = dict[int, str](), set[str]()
         self.known: list[HeldCheckpoint] = []
-        self.life = ""
+        self.life, self.opening = "", False
         self.at: int | None = None
         self._opened: ObjectStore | None = None
-        self.manifests: dict[str, Manifest | None] = {}
+        self.manifests: dict[str, Manifest] = {}
 
     @property
     def store(self) -> ObjectStore:
@@ -189,14 +190,16 @@ class Remote:
 
         def look() -> list[Any]:
             here, origin = {note[0]: note for note in notes}, {}
-            for step, (path, held) in self.whole(self.scan()).items():
+            whole = self.whole(self.scan())
+            for step, (path, held) in whole.items():
                 newer = step not in here or "" < local.get(step, "") < generation_in(path)
                 if newer and name in ("", path.split("/")[0]):
                     here[step], origin[step] = held.note(), path
-            return [[here[step] for step in sorted(here)], [*origin.items()]]
+            paths = [path for path, _ in whole.values()]
+            return [[here[step] for step in sorted(here)], [*origin.items()], paths]
 
-        merged, origin = self.ranks.from_first(lambda: self._asked(look))
-        self.origin = {int(step): path for step, path in origin}
+        merged, origin, there = self.ranks.from_first(lambda: self._asked(look))
+        self.origin, self.there = {int(step): path for step, path in origin}, {*there}
         return list(merged)
 
     def begin(self, at: int | None, given_up: bool) -> None:
@@ -228,7 +231,10 @@ class Remote:
                 self.hide(path, aside=True)
             return life
 
+        self.opening = True
+        self.ranks.any(False)  # no upload of this process takes the new life for another's
         self.life, self.at = self.ranks.from_first(lambda: self._asked(write)), at
+        self.opening = False
 
     def generation(self, save: int) -> str:
         """What the how manieth save of this life is called."""
@@ -317,7 +323,7 @@ class Remote:
             return None
 
     def manifest(self, key: str) -> Manifest | None:
-        """A manifest, which never changes; None, with a warning, for what is none. Raises as
+        """A manifest, which does not change; None, with a warning, for what is none. Raises as
         `scan`.
         """
         if key not in self.manifests:
@@ -332,6 +338,8 @@ class Remote:
                 found = None
             if version != VERSION:
                 raise ValueError(f"{self.url}/{key}: {NEWER} {version}, allowed is {VERSION}")
+            if found is None:
+                return None
             self.manifests[key] = found
         return self.manifests[key]
 

@@ -151,7 +151,9 @@ class Uploads:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         local = parse_json(text)
         sizes = {name: file["bytes"] for name, file in local["files"].items()}
-        called = local.get("generation") or remote.generation(0)
+        called = str(local.get("generation", ""))
+        if not called.startswith(remote.life):  # of an earlier start, perhaps with other disks
+            called = remote.generation(0)
         path = f"{folder.name}/{called}/rank{remote.disk[0]}"
         heads = [read_head(p)[0] for p in sorted((folder / "exchange").glob("rank*.json"))]
         manifest = Manifest(
@@ -180,8 +182,10 @@ class Uploads:
             self._clean(folder)
 
     def _refuse_older(self) -> None:
-        newest, mine = max(self._remote.lives(), default=""), self._remote.life
-        if newest > mine:
+        newest = max(self._remote.lives(), default="")
+        if self._remote.opening:
+            raise OSError("another life of this process begins")
+        if newest > (mine := self._remote.life):
             raise Superseded(
                 f"{self._remote.url} belongs to a later life ({newest}) than this process ({mine}),"
                 f" which was taken for dead: nothing is uploaded; end it{see('later-life')}"

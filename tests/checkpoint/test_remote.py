@@ -468,6 +468,8 @@ def test_remote_nodes_with_a_disk_each(me):
         alone = CheckpointManager(me.folder / "alone", topology, remote=url)
         alone.group, folder = None, alone.resume_point().folder
         assert len(list(folder.glob("rank*.txt"))) == 2
+        alone.uploads.flush()
+        assert 3 in [held.step for held in alone.remote.scan().values() if held]
     third.ranks.any(False)
 
 
