@@ -30,6 +30,7 @@ def attach(
     catch_up: bool = True,
     fresh: bool = False,
     checkpoints: bool = True,
+    remote: str | None = None,
     **changes: Any,
 ) -> Exchange:
     """Join the replicas of a model that a ZeRO engine trains: from now on every step of `engine`
@@ -53,6 +54,8 @@ def attach(
             it.
         checkpoints: `engine.save_checkpoint` and `engine.load_checkpoint` keep a folder per
             replica, with the exchange's state in it.
+        remote: address of a store of objects that gets a copy of each checkpoint, below the name of
+            DIR (`fsdp_demo.checkpoint.CheckpointManager`).
         changes: changes of the preset, as in `fsdp_demo.preset(name, **changes)`.
 
     Raises:
@@ -98,7 +101,7 @@ def attach(
         if exchange.newcomer:
             advance(engine, exchange.step)
         if checkpoints:
-            folders.follow(engine, exchange)
+            folders.follow(engine, exchange, remote)
         undo.pop_all()
     return exchange
 

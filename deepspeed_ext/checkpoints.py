@@ -61,9 +61,9 @@ CURE = "with DeepSpeed: engine.load_checkpoint(FOLDER OF ONE REPLICA) before att
 READS = "reading the parts of the exchange's state"
 
 
-def follow(engine: Any, exchange: Exchange) -> None:
+def follow(engine: Any, exchange: Exchange, remote: str | None = None) -> None:
     """Let `engine.save_checkpoint` and `engine.load_checkpoint` keep a folder per replica with the
-    exchange's state in it.
+    exchange's state in it, and copies in `remote` below the directory's name.
 
     `load_checkpoint` is called by all replicas together, like `attach`. With
     `load_optimizer_states=False` or `load_module_only=True` the channels start anew from the loaded
@@ -72,7 +72,7 @@ def follow(engine: Any, exchange: Exchange) -> None:
     Raises:
         ValueError: the engine writes its files in the background.
     """
-    followed = _Followed(engine, exchange)
+    followed = _Followed(engine, exchange, remote)
     followed.install()
     engine.save_16bit_model = followed.save_16bit_model
 
@@ -89,15 +89,16 @@ def folder_of(root: Path, topology: Topology) -> Path:
 class _Followed(ReplicaCheckpoints):
     """Checkpoints of a replica with the exchange's state (`follow`)."""
 
-    def __init__(self, engine: Any, exchange: Exchange):
+    def __init__(self, engine: Any, exchange: Exchange, remote: str | None = None):
         super().__init__(engine, exchange.topology.island)
-        self.exchange = exchange
+        self.exchange, self._remote = exchange, remote
         # made by all replicas together, unlike the manager
         self._registry = CheckpointRegistry(exchange.topology, self.ranks)
         self._made: CheckpointManager | None = None
 
-    def _manager(self, folder: Path) -> CheckpointManager:
+    def _manager(self, root: Path) -> CheckpointManager:
         """The manager, at one directory. It removes no old tag: users have chosen their names."""
+        folder = folder_of(root, self.exchange.topology)
         if self._made is None:
             self._made = CheckpointManager(
                 folder,
@@ -106,9 +107,11 @@ class _Followed(ReplicaCheckpoints):
                 registry=self._registry,
                 votes=self.world,  # DeepSpeed saves with collectives of all
                 rotates=False,
+                remote=self._remote,
+                below=root.name,
             )
         elif folder != self._made.root:
-            self._made.enter(folder)
+            self._made.enter(folder, root.name)
         return self._made
 
     def save(self, root: Path, tag: str, options: dict[str, Any]) -> Any:
@@ -125,14 +128,15 @@ class _Followed(ReplicaCheckpoints):
                 "save_checkpoint inside outer_parameters would save these as the replica's own: "
                 "leave the context first"
             )
-        folder = folder_of(root, self.exchange.topology)
+        manager = self._manager(root)
+        folder = manager.root
 
         def write(place: Path) -> None:
             self.world.together(lambda: refuse_exchange(self.exchange), str(place))
             self.write(folder, tag, options)
             save_exchange(place / PARTS, exchange=self.exchange)
 
-        made = self._manager(folder).save(self.engine.global_steps, write, name=tag)
+        made = manager.save(self.engine.global_steps, write, name=tag)
         if made:
             self.name(folder, tag, options)
         return made
@@ -165,8 +169,8 @@ class _Followed(ReplicaCheckpoints):
             PeerLost: replicas that did not come in time.
         """
         topology = self.exchange.topology
-        folder = folder_of(root, topology)
-        manager = self._manager(folder)
+        manager = self._manager(root)
+        folder = manager.root
         if self.exchange.newcomer:  # all that lies here is older than what the others have
             if self.first:
                 log.info("%s has joined a run under way: no checkpoint is loaded", topology.name)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import threading
+import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -104,6 +108,34 @@ def host_thread() -> None:
 def is_hosted() -> bool:
     """Whether this thread has said so."""
     return getattr(_thread, "hosted", False)
+
+
+_ends_at = math.inf
+_last: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+
+def end_within(seconds: float) -> None:
+    """Say that this process ends so many seconds from now, at the latest."""
+    global _ends_at
+    _ends_at = min(_ends_at, time.monotonic() + seconds)
+
+
+def seconds_left() -> float:
+    """Seconds until that end, less a second for the end itself; inf where none was said."""
+    return _ends_at - time.monotonic() - 1.0
+
+
+def before_leaving(work: Callable[[], None]) -> None:
+    """Let a method of an object that lives be called by `do_last`."""
+    _last.append(weakref.WeakMethod(work))
+
+
+def do_last() -> None:
+    """What is left to do before a process that has saved ends in order. All ranks of a replica come
+    together."""
+    for work in [method() for method in _last]:
+        if work is not None:
+            work()
 
 
 def leave(status: int) -> NoReturn:

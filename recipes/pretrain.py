@@ -87,7 +87,9 @@ def main() -> None:
     facts |= {"lr": optimizer.param_groups[0]["lr"], "bf16": acc.mixed_precision == "bf16"}
     warn_unsaved(args, topology.rank)
     root = output if args.mesh else output / topology.name
-    state = RunState(CheckpointManager(root, topology, args.keep), model, optimizer, facts)
+    state = RunState(
+        CheckpointManager(root, topology, args.keep, remote=args.remote), model, optimizer, facts
+    )
     try:
         resume = "auto" if args.resume == "auto" else bool(args.resume)
         state.restore(resume, args.take_over, args.fresh_exchange)

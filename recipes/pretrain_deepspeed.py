@@ -70,7 +70,7 @@ def main() -> None:
         config=settings,
     )
     # (*) the one line; checkpoints are per replica from here on
-    exchange = deepspeed_ext.attach(engine, config, must_match=agreed(args))
+    exchange = deepspeed_ext.attach(engine, config, must_match=agreed(args), remote=args.remote)
     warn_unsaved(args, world.process_index)
     try:
         kept = engine.load_checkpoint(args.output)[1] if args.resume else None

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # The doors of transformers and Accelerate beside the versions that other trainers pin (docs/yaml.md has the same table), and Ray Train.
+# Rows s3: object storage with both ends of fsspec's versions, and a server (moto); .venv cannot hold them, botocore needs python-dateutil<3.
 # Each row has an environment below .venv/oldest, made at its first use: what the row names, and all else (torch, pytest) by a path to .venv.
 #   bash tests/oldest.sh                  all rows: some twenty minutes each on two cores
 #   bash tests/oldest.sh ray -m slow      Ray Train, with its clusters
@@ -7,6 +8,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+moto="moto[s3]>=5.2 flask flask-cors" s3="tests/checkpoint/test_remote.py tests/checkpoint/test_s3.py tests/recipes/test_pretrain_remote.py"
 hf="tests/integrations tests/launch/test_unedited.py"
 rows() { cat <<ROWS
 llamafactory | transformers==5.6.0 accelerate==1.11.0 datasets==4.0.0 | $hf
@@ -14,6 +16,8 @@ axolotl | transformers==5.16.1 accelerate==1.13.0 datasets==4.8.4 | $hf
 unsloth | transformers==5.17.0 accelerate==1.15.0 datasets==4.8.5 | $hf
 ms-swift | transformers==5.19.0 accelerate==1.15.0 datasets==4.8.4 | $hf
 ray | ray[train]==2.60.0 | tests/integrations/test_ray.py
+s3-old | fsspec==2024.6.0 s3fs==2024.6.0 aiobotocore==2.26.0 boto3==1.41.5 $moto | $s3
+s3 | fsspec==2026.9.0 s3fs==2026.9.0 aiobotocore==3.10.0 boto3==1.43.117 $moto | $s3
 ROWS
 }
 trim() { sed -e 's/^ *//' -e 's/ *$//'; }

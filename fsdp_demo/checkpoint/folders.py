@@ -112,12 +112,15 @@ def sum_up(folder: Path, rank: int, world: int) -> None:
     in_one_piece(folder / f".sums{rank}", lambda p: p.write_text(json.dumps(sums)))
 
 
-def seal(folder: Path, step: int, world: int) -> None:
-    """Write the manifest from the sums of all ranks on this disk: the checkpoint is whole then."""
+def seal(folder: Path, step: int, world: int, generation: str = "") -> None:
+    """Write the manifest from the sums of all ranks on this disk: the checkpoint is whole then.
+    generation: in a store of objects (`remote.py`).
+    """
     files: dict[str, Any] = {}
     for path in [folder / f".sums{r}" for r in range(world)]:
         files |= json.loads(path.read_text())
-    content = {"version": VERSION, "package": __version__, "step": step}
+    content: dict[str, Any] = {"version": VERSION, "package": __version__, "step": step}
+    content |= {"generation": generation} if generation else {}
     content["files"] = dict(sorted(files.items()))
     in_one_piece(folder / MANIFEST, lambda p: p.write_text(json.dumps(content, indent=1)))
     for r in range(world):
@@ -136,7 +139,7 @@ def sums(folder: Path) -> dict[str, dict[str, Any]]:
         version, files = content["version"], content["files"]
         if version == VERSION:
             return {
-                _in_folder(name): {"bytes": int(f["bytes"]), "crc32": f["crc32"]}
+                in_folder(name): {"bytes": int(f["bytes"]), "crc32": f["crc32"]}
                 for name, f in files.items()
             }
     except (OSError, *UNREADABLE) as error:
@@ -147,7 +150,12 @@ def sums(folder: Path) -> dict[str, dict[str, Any]]:
     )
 
 
-def _in_folder(name: str) -> str:
+def generation(folder: Path) -> str:
+    """What a checkpoint is called in a store of objects; "": it was saved without one."""
+    return str(read_json(folder / MANIFEST).get("generation", ""))
+
+
+def in_folder(name: str) -> str:
     """A name in a manifest. Raises ValueError for one that no file below the folder can have."""
     parts = Path(name).parts
     if Path(name).is_absolute() or {"..", "\0"} & {*parts, *name}:
@@ -283,12 +291,12 @@ class Fence:
         )
 
 
-def sharers(root: Path, ranks: Ranks) -> tuple[int, int]:
-    """The number of this rank among those of its replica that see the same folder `root`, and their
-    count: fewer than all where nodes have a disk each. All ranks come together.
+def sharers(root: Path, ranks: Ranks) -> list[int]:
+    """The ranks of the replica that see the same folder `root` as this one, itself included: fewer
+    than all where nodes have a disk each. All ranks come together.
     """
     if ranks.world == 1:
-        return 0, 1
+        return [0]
 
     def leave() -> str:
         name = f".seen-{secrets.token_hex(6)}"
@@ -302,8 +310,7 @@ def sharers(root: Path, ranks: Ranks) -> tuple[int, int]:
     where = ranks.everyone("" if probe.exists() else place(root))
     if ranks.rank == 0:
         probe.unlink(missing_ok=True)
-    same = [rank for rank, theirs in enumerate(where) if theirs == where[ranks.rank]]
-    return same.index(ranks.rank), len(same)
+    return [rank for rank, theirs in enumerate(where) if theirs == where[ranks.rank]]
 
 
 def place(root: Path) -> str:

@@ -6,6 +6,8 @@ agree on the one to resume from.
 from __future__ import annotations
 
 import logging
+import os
+import re
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,15 +17,24 @@ from typing import Any
 from ..errors import NeedsDecision, NotFinite, NotSaveable, Superseded, see
 from ..exchange import summary
 from ..peers.votes import Ranks
+from ..rendezvous import environment
 from ..rendezvous.topology import Topology
+from ..status import before_leaving, end_within, seconds_left
 from . import folders
 from .choice import HeldCheckpoint, look, superfluous
 from .files import OTHER
 from .folders import MANIFEST, NEWER, Fence, misfits, place
 from .registry import CheckpointRegistry
+from .remote import Remote
 from .sharded_state import cpu_group
+from .uploads import Uploads
 
 log = logging.getLogger("fsdp_demo")
+
+LONG = 1e6  # seconds, for those that were not told to end
+
+MORE = 2
+"""Local checkpoints beyond `keep` that rotation spares while they wait for their upload."""
 
 LAST_FAILURE = 3
 """Saves that may fail one after the other; this one raises."""
@@ -60,8 +71,15 @@ class CheckpointManager:
         votes: between all ranks whose collectives `write` uses, if these are more than the ranks.
         rotates: remove what is not needed any more after a save.
         grouped: the replica whose ranks `group` joins, where all replicas save together.
+        remote: address of a store of objects (`s3://bucket/run`), where each replica has a folder
+            of its name, and gets a copy of each checkpoint while training goes on. Default
+            ISLAND_REMOTE; "": none. below: a folder in it: see `enter`.
+
+    Raises:
+        ValueError: `root` is such an address; what opens `remote` is not installed.
 
     Attributes:
+        remote: the copies of this replica; None: there are none.
         group: process group of the replica's ranks over CPU tensors; None: a single rank.
         ranks: the words between the ranks of this replica, over that group.
         registry: where the islands ask each other.
@@ -80,11 +98,19 @@ class CheckpointManager:
         votes: Ranks | None = None,
         rotates: bool = True,
         grouped: Topology | None = None,
+        remote: str | None = None,
+        below: str = "",
     ):
         if keep is not None and keep < 1:
             raise ValueError(f"keep={keep}: allowed is 1 or more")
         shared = topology.one_world and registry is None
-        root = Path(root) / f"replica{topology.island}" if shared else Path(root)
+        name = f"replica{topology.island}" if shared else topology.name
+        root, refused = Path(root) / name if shared else Path(root), str(root)
+        if re.match(r"\w[\w+.-]+:/", refused):
+            raise ValueError(
+                f"{refused} is no local folder: give one as root, and this address as remote= "
+                "(ISLAND_REMOTE), for copies of what is saved there"
+            )
         self.topology, self.keep = topology, keep
         summary.speak(topology)  # the first lines may come before `attach`
         self.group = None if registry else cpu_group(topology)
@@ -97,18 +123,35 @@ class CheckpointManager:
         self._fences: dict[Path, Fence] = {}
         self._worker: ThreadPoolExecutor | None = None
         self._pending: Future[bool] | None = None
-        self.enter(root)
+        self._remotes: dict[Path, tuple[Remote, Uploads]] = {}
+        self.remote: Remote | None = None
+        self.uploads: Uploads | None = None
+        self._url = environment.remote(os.environ if remote is None else {"ISLAND_REMOTE": remote})
+        self._name, self._saves = name, 0
+        if self._url:
+            before_leaving(self.upload_rest)
+        self.enter(root, below)
         if grouped is not None:
             self.group = cpu_group(grouped)
 
-    def enter(self, root: Path) -> None:
-        """Look into `root` and save there from now on. All ranks of the replica come together."""
+    def enter(self, root: Path, below: str = "") -> None:
+        """Look into `root` and save there from now on. All ranks of the replica come together.
+
+        Args:
+            below: of `remote`, the place for this root where there are several.
+        """
         self.root, self.common = root, -1
         self._made: set[int] = set()
         self._loaded: int | None = None
         fence = Fence(root, self.topology.run, self.topology.name)
         self._fence = self._fences.setdefault(root, fence)
-        self._number, self._sharers = folders.sharers(root, self.ranks)
+        disk = folders.sharers(root, self.ranks)
+        self._number, self._sharers = disk.index(self.ranks.rank), len(disk)
+        if self._url and root not in self._remotes:
+            url = f"{self._url.rstrip('/')}/{below}"
+            remote = Remote(url, self._name, self.topology, self.ranks, disk)
+            self._remotes[root] = remote, Uploads(remote)
+        self.remote, self.uploads = self._remotes.get(root, (None, None))
 
     def _once_per_disk(self, work: Callable[[], Any], ranks: Ranks | None = None) -> None:
         """Let the first rank on each disk do something. All `ranks` come together."""
@@ -127,20 +170,35 @@ class CheckpointManager:
         return {step: path for step, path in folders.found(self.root) if not misfits(path)}
 
     def held(self, name: str = "") -> list[HeldCheckpoint]:
-        """What the replica can resume from, the same list on all its ranks. What is not complete is
-        named in the log, and what is of a newer release refused.
+        """What the replica can resume from, the same list on all its ranks, `remote` included. What
+        is not complete is named in the log, and what is of a newer release refused.
 
         Args:
             name: look into the folder of this name only.
+
+        Raises:
+            OSError: `remote` does not answer within ISLAND_TIMEOUT.
         """
+        notes, generations = self._here(name)
+        if self.remote is not None:
+            notes = self.remote.merge(notes, generations, name)
+        return [HeldCheckpoint(*note) for note in notes]
+
+    def _here(self, name: str = "") -> tuple[list[list[Any]], dict[int, str]]:
+        """Notes of what is whole in the folders, on all disks, and the generations by step, as far
+        as somebody asks for them."""
         notes, self.damaged = self.ranks.from_first(lambda: self._held(name))
+        if self.remote is None and self._sharers == self.ranks.world:
+            return notes, {}
+        mine = [[step, folders.generation(folder)] for step, folder in self.whole().items()]
+        there = self.ranks.everyone(mine)
         if self._sharers < self.ranks.world:  # nodes with a disk each
-            there = self.ranks.everyone([*self.whole()])
-            lacking = [note[0] for note in notes if not all(note[0] in steps for steps in there)]
+            common = [pair for pair in there[0] if all(pair in pairs for pairs in there)]
+            lacking = [n[0] for n in notes if not any(n[0] == step for step, _ in common)]
             if lacking:
                 self.damaged += f"{self.root}: steps {lacking} are not whole on the disk of a node"
                 notes = [note for note in notes if note[0] not in lacking]
-        return [HeldCheckpoint(*note) for note in notes]
+        return notes, dict(there[0])
 
     def _held(self, name: str = "") -> tuple[list[list[Any]], str]:
         """Notes of `held`, and what is left out."""
@@ -238,6 +296,7 @@ class CheckpointManager:
             log.error("%s: the save before failed: %s", self.topology.name, e)
         if last and (step in self._made or step == self._loaded):
             return True
+        self._saves += 1
         folder = self.root / name if name else self.path(step)
         rest: Callable[[], Any] | None = None
         error: Exception | None = None
@@ -257,8 +316,10 @@ class CheckpointManager:
 
     def _make(self, folder: Path) -> None:
         if not self._fence.token:  # nothing has been agreed on before
-            self._fence.take(self.ranks, not self._number)
+            self.own()
         self._fence.check()
+        if self.uploads is not None:
+            self.uploads.check()
         if not self._number:
             folders.clear(folder)
 
@@ -268,10 +329,28 @@ class CheckpointManager:
         if pending is not None:
             pending.result()
 
+    def upload_rest(self) -> None:
+        """Upload what is not, before this process ends in order, until ISLAND_STOP is over. All
+        ranks of the replica come together: a launcher ends the others when the first one ends.
+        """
+        try:
+            self.wait()
+            if self.uploads is not None:
+                end_within(-self.ranks.max(-min(seconds_left(), LONG))[0])
+                self._flush()
+                self.ranks.any(False)
+        except Exception as error:  # it is saved here
+            log.warning("%s: the last uploads have failed: %s", self.topology.name, error)
+
+    def _flush(self) -> None:
+        for _, uploads in self._remotes.values():
+            uploads.flush()
+
     def close(self) -> None:
         """Wait, and end the thread and the connection."""
         try:
             self.wait()
+            self._flush()
         finally:
             if self._worker is not None:
                 self._worker.shutdown()
@@ -310,6 +389,8 @@ class CheckpointManager:
         self._made.add(step)
         if self.rotates and not last:
             self._rotate()
+        if self.uploads is not None:
+            self.uploads.add(step, folder)
         return True
 
     def _failed(self, step: int, folder: Path, why: Exception, last: bool) -> None:
@@ -332,7 +413,8 @@ class CheckpointManager:
     def _seal(self, step: int, folder: Path) -> None:
         """Write the manifest: from then on the checkpoint is there."""
         self._fence.check()
-        folders.seal(folder, step, self._sharers)
+        called = "" if self.remote is None else self.remote.generation(self._saves)
+        folders.seal(folder, step, self._sharers, called)
         try:
             self._fence.check()
         except Superseded:
@@ -343,9 +425,11 @@ class CheckpointManager:
         """Remove what is not needed any more (`choice.superfluous`). The list is published before
         anything goes. What cannot be asked or removed stays: nothing here may end a training."""
         try:
-            held = self.held()
+            held = [HeldCheckpoint(*note) for note in self._here()[0]]
             common = self.ranks.from_first(lambda: self.registry.common(held))
             self.common = self.common if common is None else common
+            if self.uploads is not None:
+                self.uploads.keeps = self._common_remote(), self.keep, self.best
             self._once_per_disk(self._remove_superfluous)
         except (RuntimeError, OSError, ValueError, TypeError) as error:
             # PeerLost is a RuntimeError
@@ -353,13 +437,27 @@ class CheckpointManager:
                 why = (str(error).splitlines() or [""])[0]
                 log.warning("%s: no old checkpoint is removed: %s", self.topology.name, why)
 
+    def _common_remote(self) -> int:
+        """The newest step that all islands have in their stores; -1 where one has none."""
+        if self.remote is None or self.ranks.rank:
+            return -1
+        common = self.registry.common(self.remote.known, where="remote")
+        return -1 if common is None else common
+
     def _remove_superfluous(self) -> None:
         there = self.whole()
         self._fence.check()
-        for step in superfluous(list(there), self.common, self.keep, self.best):
+        gone = superfluous(list(there), self.common, self.keep, self.best)
+        if self.uploads is not None and self.keep:
+            room = max(self.keep + MORE - len(there) + len(gone), 0)
+            stay = self.uploads.spared(gone, room)
+            gone = [step for step in gone if step not in stay]
+        for step in gone:
             folders.remove(there[step])
         if self.common in self._made:  # what this life has left behind is not needed any more
             folders.forget_asides(self.root)
+            if self.uploads is not None:
+                self.uploads.settled = True
 
     # ---- what all islands hold -----------------------------------------------------------------
 
@@ -397,6 +495,7 @@ class CheckpointManager:
         # all that this island holds is older than what the others have
         if self.topology.under_way():
             self.own()
+            self.fetch_newest()
             return None
         held = self.held()
         if held and not resume:
@@ -431,6 +530,7 @@ class CheckpointManager:
         """
         of = self.topology
         about = {"place": place(self.root), "damaged": self.damaged}
+        about |= {} if self.remote is None else {"remote": self.remote.url}
         chosen = self.registry.choose(held, how, about, **same)
         if chosen is None:
             return None
@@ -440,8 +540,38 @@ class CheckpointManager:
         if mine is None:
             return ResumePoint(step, None, True)
         self._loaded = step
-        found = name or self.ranks.from_first(lambda: self.whole()[step].name)
-        return ResumePoint(step, self.root / found, None in chosen)
+        folder = self._bring(step, name)
+        if self.remote is not None and of.rank == 0:
+            where = self.remote.url if step in self.remote.origin else self.root
+            log.info("%s: goes on from step %d of %s", of.name, step, where)
+        return ResumePoint(step, folder, None in chosen)
+
+    def _bring(self, step: int, name: str = "") -> Path:
+        """The folder of a step that is held; from `remote` it is written here as by a save. All
+        ranks of the replica come together. Raises OSError.
+        """
+        remote = self.remote
+        path = None if remote is None else remote.origin.get(step)
+        if remote is None or path is None:
+            found = name or self.ranks.from_first(lambda: self.whole()[step].name)
+            return self.root / str(found)
+        called, _, generation = path.partition("/")
+        folder = self.root / called
+        self._once_per_disk(lambda: folders.clear(folder))
+        self.ranks.together(lambda: remote.download(path, folder), path)
+        self._once_per_disk(lambda: folders.seal(folder, step, self._sharers, generation))
+        return folder
+
+    def fetch_newest(self, name: str = "") -> None:
+        """Bring the newest checkpoint here, or that of a name, where only `remote` has it; what
+        fails is a warning. All ranks of the replica come together.
+        """
+        if self.remote is not None:
+            try:
+                if held := self.held(name):
+                    self._bring(held[-1].step)
+            except (OSError, ValueError, RuntimeError) as error:
+                log.warning("%s: nothing comes from %s: %s", self.topology.name, self._url, error)
 
     def own(self, step: int | None = None, given_up: bool = False) -> None:
         """Make this life the owner of the folder, and put aside what is newer than `step`. All
@@ -451,5 +581,11 @@ class CheckpointManager:
             given_up: a person named that step: see `folders.put_aside`.
         """
         self._fence.take(self.ranks, not self._number)
+        if self.remote is not None:
+            self.remote.begin(step, given_up)
         if step is not None:
             self._once_per_disk(lambda: folders.put_aside(self.root, step, given_up))
+            if self.remote is not None and self.uploads is not None:
+                if folder := self.whole().get(step):
+                    if f"{folder.name}/{folders.generation(folder)}" not in self.remote.there:
+                        self.uploads.add(step, folder)

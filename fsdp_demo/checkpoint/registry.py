@@ -58,8 +58,8 @@ class CheckpointRegistry:
         (`choice.choose`), in the order of `Topology.starters`. All that begin come together.
 
         Args:
-            about: "place", the folder of this island (`folders.place`), which must be no other's;
-                "damaged", as `CheckpointManager.damaged`.
+            about: "place", the folder of this island (`folders.place`), and "remote", that in a
+                store of objects, which must be no other's; "damaged", as `CheckpointManager`'s.
             same: what must be told alike on all islands, by name.
 
         Raises:
@@ -86,11 +86,12 @@ class CheckpointRegistry:
             refuse_damaged(notes)
         return chosen
 
-    def common(self, mine: Sequence[HeldCheckpoint]) -> int | None:
+    def common(self, mine: Sequence[HeldCheckpoint], **where: str) -> int | None:
         """The newest step that all islands are known to hold between the same exchanges, for
-        rotation, by `exchange`. Raises ValueError, TypeError for a note of another form, too.
+        rotation, by `exchange`, which `where` is for. Raises ValueError, TypeError for a note of
+        another form, too.
         """
-        said = self.exchange([h.note() for h in mine])
+        said = self.exchange([h.note() for h in mine], **where)
         held = [[HeldCheckpoint(*h) for h in each or ()] for each in said]
         return max((states[0].step for states in alike(held)), default=None)
 
@@ -132,10 +133,10 @@ class CheckpointRegistry:
         notes = starting.gather(attempt, t, t.starters, f"{meeting}/note", dict[str, Any])
         return list(notes.values())
 
-    def exchange(self, held: Any) -> list[Any]:
+    def exchange(self, held: Any, where: str = "held") -> list[Any]:
         """Say what this island holds, and hear what the others have said last; nothing yet is None.
         In order of the islands, without those that have not begun with the others and have said
-        nothing. Islands need not come together.
+        nothing. Islands need not come together. where: "held" here, "remote" in a store of objects.
 
         Raises:
             StoreSilent: no answer within `PATIENCE` seconds, or `QUIET` seconds before.
@@ -147,11 +148,11 @@ class CheckpointRegistry:
             raise StoreSilent(f"the store did not answer before: it is asked again in {left:.0f} s")
         try:
             store = self._attempt(PATIENCE, ABSENT).under(f"checkpoints{self._number}")
-            store.set(f"held/{t.island}", json.dumps(held))
+            store.set(f"{where}/{t.island}", json.dumps(held))
             said = {
                 i: store.note(key, f"island {i}", Any)
                 for i in range(t.islands)
-                if store.get(key := f"held/{i}")
+                if store.get(key := f"{where}/{i}")
             }
         except StoreSilent:
             # when it answers again it may be another one
@@ -184,9 +185,13 @@ def refuse_damaged(notes: Sequence[dict[str, Any]]) -> None:
 
 
 def _refuse_one_folder(notes: Sequence[dict[str, Any]]) -> None:
-    """Raise NeedsDecision where two islands of one machine have the same folder."""
-    places = [n["place"] for n in notes if n.get("place")]
-    if names := [str(n.get("name")) for n in notes if places.count(n.get("place")) > 1]:
+    """Raise NeedsDecision where two islands of one machine, or in one store, have one folder."""
+    places = [n[kind] for n in notes for kind in ("place", "remote") if n.get(kind)]
+    if names := [
+        str(n.get("name"))
+        for n in notes
+        if places.count(n.get("place")) > 1 or places.count(n.get("remote")) > 1
+    ]:
         raise NeedsDecision(
             f"islands {', '.join(names)} have one folder for their checkpoints: give each "
             f"island a folder of its own, such as Path(folder) / topology.name{see('later-life')}"

@@ -18,7 +18,15 @@ from ..errors import Mismatch, NeedsDecision, PeerLost, Stopped, WireError
 from ..rendezvous import environment
 from ..rendezvous.sibling_watch import TORN
 from ..rendezvous.topology import Topology
-from ..status import DECIDE, SAVED, is_hosted, leave, tell_launcher
+from ..status import (
+    DECIDE,
+    SAVED,
+    do_last,
+    end_within,
+    is_hosted,
+    leave,
+    tell_launcher,
+)
 from .exchange import Exchange
 
 log = logging.getLogger("fsdp_demo")
@@ -142,6 +150,7 @@ class Deadline:
         end before its first step has nothing to save: it ends at once."""
         if not self._begun:
             self._begun, now = True, told and not self._exchange.has_stepped
+            end_within(self._exchange.topology.stop_timeout)
             threading.Thread(target=self._run, args=(now,), name="deadline", daemon=True).start()
 
     def end(self) -> None:
@@ -240,6 +249,8 @@ def _leave(
                 save()
             except PeerLost:  # found only now: what was under way is saved as it was sent
                 save()
+            deadline.unfinished = "its last uploads have not ended"
+            do_last()
         deadline.end()
         if topology.rank == 0:
             done = "saved" if save is not None else "nothing was saved"

@@ -33,6 +33,14 @@ class ExchangeArguments:
         },
     )
 
+    remote: str | None = field(
+        default=None,
+        metadata={
+            "help": "store of objects that gets a copy of every checkpoint, as in s3://bucket/run; "
+            "None: ISLAND_REMOTE"
+        },
+    )
+
     def config(self) -> ExchangeConfig | None:
         """The configuration that the flags ask for; None without `--exchange`.
 
@@ -62,7 +70,7 @@ class ExchangeArguments:
         config = self.config()
         if config is None:
             return {}
-        keywords: dict[str, Any] = {"callbacks": [ExchangeCallback(config)]}
+        keywords: dict[str, Any] = {"callbacks": [ExchangeCallback(config, remote=self.remote)]}
         if has_own_optimizer(config):
             keywords["optimizer_cls_and_kwargs"] = exchange_optimizer(config, lr=lr)
         return keywords

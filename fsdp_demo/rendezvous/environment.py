@@ -49,6 +49,8 @@ VARIABLES = {
     "ISLAND_EXCHANGE_SET": "changes to it, key=value, in words as a shell splits them",
     "ISLAND_RESUME": "auto: these Trainers resume from the newest checkpoint, at the first start, "
     "too",
+    "ISLAND_REMOTE": "address of a store of objects (s3://bucket/run) that gets a copy of every "
+    "checkpoint",
     "ISLAND_LAUNCHED": "when the launch began, in seconds since the epoch (set by launchers)",
 }
 """All variables of this package, and what they say."""
@@ -149,6 +151,17 @@ def exchange(env: Mapping[str, str]) -> tuple[str, list[str]]:
             f"ISLAND_EXCHANGE_SET={text!r}: {error}; it must be words key=value, quoted as in a "
             "shell"
         ) from None
+
+
+def remote(env: Mapping[str, str]) -> str:
+    """ISLAND_REMOTE, "" where it is not set."""
+    text = env.get("ISLAND_REMOTE", "").strip()
+    if text and not re.match(r"\w[\w+.-]*://.", text):
+        raise ValueError(
+            f"ISLAND_REMOTE={text!r}: it must be an address with ://, such as s3://bucket/run or "
+            "file:///mnt/run"
+        )
+    return text
 
 
 def resumes(env: Mapping[str, str]) -> bool:

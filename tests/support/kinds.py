@@ -30,6 +30,7 @@ STARTS = {
     "NotebookClient",
     "fresh_python",  # of programs.py
     "Cluster",  # of slurm.py
+    "S3",  # of s3.py
     "kernel",  # of topk: a compiler
     "ray_init",  # a cluster of Ray
     "over_bytes",  # of the study: matplotlib: fc-list, where it knows no fonts yet

@@ -29,7 +29,7 @@ from ...errors import Mismatch, PeerLost, WireError
 from ...exchange.exchange import Exchange
 from ...exchange.guard import start_again
 from ...rendezvous.topology import Topology
-from ...status import DECIDE, SAVED, tell_launcher
+from ...status import DECIDE, SAVED, end_within, tell_launcher
 from .beginning import Beginning, refuse_elsewhere
 from .session import Session
 from .setup import (
@@ -61,6 +61,7 @@ class ExchangeCallback(TrainerCallback):
         config: preset name, yaml file or `ExchangeConfig`.
         fresh: when resuming, start the exchange's state anew, for checkpoints without one (which
             are refused otherwise).
+        remote: as for `CheckpointManager`.
         kept_energy: log `exchange/kept_energy/CHANNEL`, too: the share of what a channel had to
             send that was sent (`Exchange.kept_energy`).
         changes: of the preset, as in `fsdp_demo.preset(name, **changes)`.
@@ -83,6 +84,7 @@ class ExchangeCallback(TrainerCallback):
         *,
         fresh: bool = False,
         kept_energy: bool = False,
+        remote: str | None = None,
         **changes: Any,
     ):
         self.config = (
@@ -93,7 +95,7 @@ class ExchangeCallback(TrainerCallback):
                 f"clip={changes['clip']}: under the Trainer the norm that clips is "
                 "TrainingArguments(max_grad_norm=...)"
             )
-        self._fresh, self._watch_energy = fresh, kept_energy
+        self._fresh, self._watch_energy, self._remote = fresh, kept_energy, remote
         self._trainer: Trainer | None = None
         self._topology = Topology()
         self._active = False
@@ -183,7 +185,7 @@ class ExchangeCallback(TrainerCallback):
         if word in ("true", "auto"):
             found = get_last_checkpoint(str(trainer.args.output_dir))
         if word == "auto" and found is None:
-            refuse_elsewhere(manager_of(trainer, self._topology))
+            refuse_elsewhere(manager_of(trainer, self._topology, remote=""))
         if not self._fresh:
             refuse_alone(found, self.config.preset)
         return found if word == "auto" else wanted
@@ -206,12 +208,17 @@ class ExchangeCallback(TrainerCallback):
             )
         self._session = self._beginning = None  # of the last training
         self._stops = Stops(lambda: self._live, self._warn, lambda: self._to_resume(SAVED))
-        beginning = Beginning.find(trainer, self._topology, resume_from_checkpoint, self._fresh)
+        manager = manager_of(trainer, self._topology, self._remote)
+        beginning = Beginning.find(
+            trainer, self._topology, manager, resume_from_checkpoint, self._fresh
+        )
         self._beginning = beginning
         with beginning.after:
             try:
                 with self._stops.signals():
                     result = original(beginning.given, *args, **kwargs)
+                    if self._stops.left:
+                        manager.upload_rest()
             except (PeerLost, WireError) as error:
                 self._lost(trainer, error)
                 raise
@@ -232,6 +239,8 @@ class ExchangeCallback(TrainerCallback):
         self._stops.unsaved = False
         if self._session is not None:
             self._session.save_lost()
+            end_within(self._topology.stop_timeout)
+            self._session.manager.upload_rest()
         if self._stops.told and not isinstance(error, Mismatch):
             self._stops.leave(trainer.args.process_index)
         self._warn(self._to_resume(DECIDE if isinstance(error, Mismatch) else SAVED))

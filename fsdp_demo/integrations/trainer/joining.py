@@ -61,6 +61,7 @@ def load_moments(trainer: Trainer, manager: CheckpointManager) -> bool:
         kept = (step for step, at in manager.whole().items() if any(at.glob("optimizer*")))
         return max(kept, default=-1)
 
+    manager.fetch_newest()
     step = manager.ranks.from_first(newest)
     folder = manager.path(step)
     if step < 0 or moments_in(folder, manager.topology, manager.ranks) is None:

@@ -139,10 +139,12 @@ def refuse_alone(checkpoint: Any, preset: str) -> None:
 # later life, a warning where the disk is full, and `save_total_limit` among islands.
 
 
-def manager_of(trainer: Trainer, topology: Topology) -> CheckpointManager:
-    """The manager of the Trainer's folder. A mesh has one folder, and there all ranks save
-    together; its `group` is that of one replica all the same. All ranks of all islands call it
-    together.
+def manager_of(
+    trainer: Trainer, topology: Topology, remote: str | None = None
+) -> CheckpointManager:
+    """The manager of the Trainer's folder, and of its copies (`remote`). A mesh has one folder, and
+    there all ranks save together; its `group` is that of one replica all the same. All ranks of all
+    islands call it together.
     """
     args: Any = trainer.args
     replica = topology
@@ -152,7 +154,7 @@ def manager_of(trainer: Trainer, topology: Topology) -> CheckpointManager:
     limit = args.save_total_limit
     keep = limit if limit and limit > 0 else None
     grouped = replica if replica.one_world else None
-    return CheckpointManager(args.output_dir, topology, keep, grouped=grouped)
+    return CheckpointManager(args.output_dir, topology, keep, grouped=grouped, remote=remote)
 
 
 def save_all(
