@@ -5,10 +5,10 @@ machines), beside its local folder: for machines whose disks do not outlive them
                  /<checkpoint>/000004-1f3ab2-000007/rank0/...    its 7th save: the files on the disk of rank 0
                                                    /rank0/manifest.json  the last object of each disk: sizes, sums, all disks
 
-Nothing can be renamed there, so the key of a checkpoint says which life has saved it, and when in
-that life (its generation). It is whole when the manifests of all disks are there, and every object
-that they name in its size. What is newer than the step a life goes on from stays until that life
-has a checkpoint of all islands, as in the folder (`folders.py`). `uploads.py` writes all this.
+Nothing can be renamed there, so the key of a checkpoint says which save of which life it is (its
+generation). It is whole when the manifests of all disks are there, and all that they name in its
+size. What is newer than the step a life goes on from stays until that life has a checkpoint that
+all islands hold, as in the folder (`folders.py`). `uploads.py` writes all this.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ log = logging.getLogger("fsdp_demo")
 T = TypeVar("T")
 
 LIVES = ".lives"
-AGAIN = 1.0
-"""Seconds after which what has failed is tried again, the first time."""
+AGAIN = 1.0  # seconds after which what has failed is tried again, the first time
 
 
 class Manifest(msgspec.Struct):
@@ -63,8 +62,7 @@ class ObjectStore:
     not do what they ask; its client may have tried several times.
 
     Attributes:
-        moved: when bytes have passed last, and until: what fails before is tried again
-            (`time.monotonic`).
+        moved: when bytes have passed last. until: what fails before is tried again.
 
     Raises:
         ValueError: fsspec, or its package for this kind of store, is not installed.
@@ -80,10 +78,8 @@ class ObjectStore:
             # listings of before say nothing about other lives
             opened = url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **options)
         except ImportError as error:
-            raise ValueError(
-                f"{url} cannot be opened ({error}): pip install 'fsdp_demo[cloud]' for S3, or "
-                "fsspec and its package for another kind of store"
-            ) from None
+            what = "'fsdp_demo[cloud]' for S3, or fsspec and its package for another store"
+            raise ValueError(f"{url} cannot be opened ({error}): pip install {what}") from None
         self._fs, self._root = opened[0], opened[1].rstrip("/")
         self._told = {"callback": Callback(hooks={"moved": self._move})}
 
@@ -99,8 +95,6 @@ class ObjectStore:
                 raise
             except Exception as error:  # clients have some of their own (botocore, aiohttp)
                 if time.monotonic() + wait > self.until:
-                    if isinstance(error, OSError):
-                        raise
                     raise OSError(f"{type(error).__name__}: {error!s:.200}") from error
                 log.warning("%s: %s; it is tried again", self.url, error)
                 time.sleep(wait)
@@ -149,8 +143,7 @@ class Remote:
             the store; there: those of all that is whole in it.
         known: what was whole there when this rank has looked last.
         parts: the parts of the key for all disks.
-        life, at: this life, and the step that it went on from; "" and None before `begin`.
-        opening: a life is being opened.
+        life, at: this life, and the step that it went on from. opening: one is being opened.
     """
 
     def __init__(self, url: str, name: str, topology: Topology, ranks: Ranks, disk: Sequence[int]):
@@ -161,15 +154,8 @@ class Remote:
         self.known: list[HeldCheckpoint] = []
         self.life, self.opening = "", False
         self.at: int | None = None
-        self._opened: ObjectStore | None = None
         self.manifests: dict[str, Manifest] = {}
-
-    @property
-    def store(self) -> ObjectStore:
-        """The store, opened at its first use."""
-        if self._opened is None:
-            self._opened = ObjectStore(self.url)
-        return self._opened
+        self.store = ObjectStore(self.url)
 
     # ---- at the start --------------------------------------------------------------------------
 
@@ -195,12 +181,12 @@ class Remote:
                 newer = step not in here or "" < local.get(step, "") < generation_in(path)
                 if newer and name in ("", path.split("/")[0]):
                     here[step], origin[step] = held.note(), path
-            paths = [path for path, _ in whole.values()]
-            return [[here[step] for step in sorted(here)], [*origin.items()], paths]
+            merged = [here[step] for step in sorted(here)]
+            return [merged, [*origin.items()], [path for path, _ in whole.values()]]
 
-        merged, origin, there = self.ranks.from_first(lambda: self._asked(look))
+        out, origin, there = self.ranks.from_first(lambda: self._asked(look))
         self.origin, self.there = {int(step): path for step, path in origin}, {*there}
-        return list(merged)
+        return list(out)
 
     def begin(self, at: int | None, given_up: bool) -> None:
         """Open a life that goes on from step `at`. All ranks come together.
@@ -221,8 +207,8 @@ class Remote:
                         f"{self.url} is also the place of island {island} of run {run!r}: give "
                         "each island a name of its own (ISLAND_NAME)"
                     )
-            number = int(lives[-1][:6]) + 1 if lives else 1
-            life = f"{number:06d}-{secrets.token_hex(3)}"
+            number = int(lives[-1][:6]) if lives else 0
+            life = f"{number + 1:06d}-{secrets.token_hex(3)}"
             self.store.write(f"{LIVES}/{life}", json.dumps(mine).encode())
             for old in lives:
                 self.store.remove(f"{LIVES}/{old}")
@@ -246,19 +232,14 @@ class Remote:
             self.store.until = time.monotonic() + self.topology.timeout
             return ask()
         except OSError as error:
-            raise OSError(
-                f'{self.url} cannot be used ({error}): mend that, or leave it out (remote="", '
-                "ISLAND_REMOTE) to go on with the local folders alone"
-            ) from error
+            cure = "mend that, or leave it out (ISLAND_REMOTE) to go on with local folders alone"
+            raise OSError(f"{self.url} cannot be used ({error}): {cure}") from error
         finally:
             self.store.until = 0.0
 
     def download(self, path: str, folder: Path) -> None:
         """Fetch this rank's share of what its disk needs of a checkpoint (what its ranks have
-        saved; all of it where another number of ranks did), with the sums that `folders.seal` asks
-        for. Raises OSError: see `merge`.
-        """
-
+        saved; all, of another number of ranks), with the sums for `folders.seal`."""
         number = self.disk.index(self.ranks.rank)
 
         def fetch() -> dict[str, dict[str, int]]:
@@ -291,9 +272,8 @@ class Remote:
         return sorted(key for key in self.store.sizes(LIVES) if key[:6].isdigit())
 
     def scan(self) -> dict[str, HeldCheckpoint | None]:
-        """All checkpoints of the store, by path; None: not whole. Raises OSError; ValueError: one
-        is of another release.
-        """
+        """All checkpoints there, by path; None: not whole. Raises OSError; ValueError: of another
+        release."""
         sizes, parts = self.store.sizes(), dict[str, dict[str, Manifest]]()
         for key in sizes:
             name, *rest = key.split("/", 3)
@@ -309,13 +289,11 @@ class Remote:
         """The checkpoint, where its parts make a whole."""
         if not parts or any(sorted(parts) != sorted(m.parts) for m in parts.values()):
             return None
-        wanted = {
-            f"{path}/{p}/{n}": f["bytes"] for p, m in parts.items() for n, f in m.files.items()
-        }
+        named = ((f"{path}/{p}/{n}", f) for p, m in parts.items() for n, f in m.files.items())
         heads = [head for manifest in parts.values() for head in manifest.heads]
         step, islands = next(iter(parts.values())).step, self.topology.islands
         try:
-            if lost := [key for key, size in wanted.items() if sizes.get(key) != size]:
+            if lost := [key for key, file in named if sizes.get(key) != file["bytes"]]:
                 raise ValueError(f"{lost[0]} is missing or of another size")
             return held_by(heads, step, islands, Path(path))
         except ValueError as error:
@@ -323,25 +301,22 @@ class Remote:
             return None
 
     def manifest(self, key: str) -> Manifest | None:
-        """A manifest, which does not change; None, with a warning, for what is none. Raises as
-        `scan`.
-        """
-        if key not in self.manifests:
-            data, found, version = self.store.read(key), None, VERSION
-            try:
-                version = from_json(data, dict[str, Any], key)["version"]
-                found = from_json(data, Manifest, key) if version == VERSION else None
-                for name in found.files if found else ():
-                    in_folder(name)
-            except UNREADABLE as error:
-                log.warning("%s: %s; it is left out", self.url, error)
-                found = None
-            if version != VERSION:
-                raise ValueError(f"{self.url}/{key}: {NEWER} {version}, allowed is {VERSION}")
-            if found is None:
-                return None
-            self.manifests[key] = found
-        return self.manifests[key]
+        """A manifest, which does not change; None, with a warning, for what is none."""
+        if key in self.manifests:
+            return self.manifests[key]
+        data = self.store.read(key)
+        try:
+            version = from_json(data, dict[str, Any], key)["version"]
+            found = from_json(data, Manifest, key) if version == VERSION else None
+            for name in found.files if found else ():
+                in_folder(name)
+        except UNREADABLE as error:
+            log.warning("%s: %s; it is left out", self.url, error)
+            return None
+        if found is None:
+            raise ValueError(f"{self.url}/{key}: {NEWER} {version}, allowed is {VERSION}")
+        self.manifests[key] = found
+        return found
 
     def whole(
         self, copies: Mapping[str, HeldCheckpoint | None], own: bool = False
@@ -349,13 +324,13 @@ class Remote:
         """By step what is whole, the newest generation of each name and step. own: without what
         this life has put aside.
         """
-        names, out = dict[str, tuple[str, HeldCheckpoint]](), dict[int, Any]()
+        names: dict[str, tuple[str, HeldCheckpoint]] = {}
         for path in sorted(copies, key=generation_in):
             held, aside = copies[path], own and generation_in(path) < self.life
             if held is not None and not (aside and self.at is not None and held.step > self.at):
                 names[path.split("/")[0]] = path, held
-        for path, held in sorted(names.values(), key=lambda copy: generation_in(copy[0])):
-            out[held.step] = path, held
+        newest = sorted(names.values(), key=lambda copy: generation_in(copy[0]))
+        out = {held.step: (path, held) for path, held in newest}
         self.known = [held for _, held in out.values()]
         return out
 
