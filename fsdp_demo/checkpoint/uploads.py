@@ -211,6 +211,7 @@ class Uploads:
             for path, held in copies.items():
                 half = held is None and not generation_in(path) < last
                 if path not in stay and path.split("/")[0] not in names and not half:
+                    self._refuse_older()  # which may be fetching it
                     remote.hide(path)
                     remote.store.remove(path)
         except Exception as error:
