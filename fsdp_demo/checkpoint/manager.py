@@ -190,8 +190,11 @@ class CheckpointManager:
         notes, self.damaged = self.ranks.from_first(lambda: self._held(name))
         if self.remote is None and self._sharers == self.ranks.world:
             return notes, {}
-        mine = [[step, folders.generation(folder)] for step, folder in self.whole().items()]
-        there = self.ranks.everyone(mine)
+
+        def look() -> list[Any]:
+            return [[step, folders.generation(folder)] for step, folder in self.whole().items()]
+
+        there = self.ranks.everyone(self.ranks.together(look, str(self.root)))
         if self._sharers < self.ranks.world:  # nodes with a disk each
             common = [pair for pair in there[0] if all(pair in pairs for pairs in there)]
             lacking = [n[0] for n in notes if not any(n[0] == step for step, _ in common)]
@@ -429,7 +432,8 @@ class CheckpointManager:
             common = self.ranks.from_first(lambda: self.registry.common(held))
             self.common = self.common if common is None else common
             if self.uploads is not None:
-                self.uploads.keeps = self._common_remote(), self.keep, self.best
+                there = self.ranks.from_first(self._common_remote)
+                self.uploads.keeps = there, self.keep, self.best
             self._once_per_disk(self._remove_superfluous)
         except (RuntimeError, OSError, ValueError, TypeError) as error:
             # PeerLost is a RuntimeError
@@ -439,8 +443,7 @@ class CheckpointManager:
 
     def _common_remote(self) -> int:
         """The newest step that all islands have in their stores; -1 where one has none."""
-        if self.remote is None or self.ranks.rank:
-            return -1
+        assert self.remote is not None
         common = self.registry.common(self.remote.known, where="remote")
         return -1 if common is None else common
 

@@ -130,7 +130,7 @@ class Uploads:
                     wait = min(2 * wait, LONGEST)
                     continue  # else it is gone here: nothing to upload
             with self._changed:
-                if self._waiting.get(step) == folder:
+                if self._waiting.get(step) is folder:  # not one that was saved anew meanwhile
                     del self._waiting[step]
                 self._changed.notify_all()
 
@@ -162,17 +162,16 @@ class Uploads:
             [{name: head[name] for name in _HEAD if name in head} for head in heads],
         )
         seal, there = to_json(manifest).encode(), store.sizes(path)
-        if {**sizes, MANIFEST: len(seal)}.items() <= there.items():
-            return
-        for name in sizes:
-            if there.get(name) != sizes[name]:
-                store.put(folder / name, f"{path}/{name}")
-        if not sizes.items() <= store.sizes(path).items():
-            raise OSError(f"not all of {path} has arrived in its size")
-        self._refuse_older()
-        if (folder / MANIFEST).read_text(encoding="utf-8") != text:
-            raise OSError(f"{folder} was saved anew meanwhile")
-        store.write(f"{path}/{MANIFEST}", seal)
+        if not {**sizes, MANIFEST: len(seal)}.items() <= there.items():
+            for name in sizes:
+                if there.get(name) != sizes[name]:
+                    store.put(folder / name, f"{path}/{name}")
+            if not sizes.items() <= store.sizes(path).items():
+                raise OSError(f"not all of {path} has arrived in its size")
+            self._refuse_older()
+            if (folder / MANIFEST).read_text(encoding="utf-8") != text:
+                raise OSError(f"{folder} was saved anew meanwhile")
+            store.write(f"{path}/{MANIFEST}", seal)
         try:
             self._refuse_older()
         except Superseded:
@@ -205,13 +204,14 @@ class Uploads:
             if not self.settled:  # what was put aside
                 stay |= all_there - {path for path, _ in whole.values()}
             with self._changed:
-                names = {folder.name for folder in self._waiting.values() if folder != uploaded}
+                names = {folder.name for folder in self._waiting.values() if folder is not uploaded}
             # other disks are at it, or a person has given it up
             last = max((generation_in(path) for path, _ in whole.values()), default="")
             last = last if self.settled else ""
             for path, held in copies.items():
                 half = held is None and not generation_in(path) < last
                 if path not in stay and path.split("/")[0] not in names and not half:
+                    self._refuse_older()  # which may be fetching it
                     remote.hide(path)
                     remote.store.remove(path)
         except Exception as error:

@@ -499,3 +499,19 @@ def test_remote_islands_agree(me):
     topology.name = "one name"
     with pytest.raises(NeedsDecision, match="have one folder"):
         manager("c").resume_point("auto")
+
+
+@in_ranks(1, 3)
+def test_remote_ranks_share_the_download(me):
+    """Ranks that see one folder upload it once, and each fetches a part of it."""
+    topology, url = fsdp_demo.Topology.from_env(), f"file://{me.folder}/store"
+    kept = CheckpointManager(me.folder / "a", topology, remote=url)
+    kept.save(1, lambda folder: (folder / f"of{me.proc}").write_text(f"{me.proc}") and None)
+    kept.upload_rest()
+    again = CheckpointManager(me.folder / "b", topology, remote=url)
+    fetched, get = [], again.remote.store.get
+    again.remote.store.get = lambda *of: fetched.append(of[0]) or get(*of)
+    point = again.resume_point()
+    assert len(fetched) == 1
+    assert [(point.folder / f"of{i}").read_text() for i in range(3)] == ["0", "1", "2"]
+    again.verify(point.folder)

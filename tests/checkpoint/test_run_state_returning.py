@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import preset
+from fsdp_demo.checkpoint import CheckpointManager
 
 from ..exchange.test_survivors import ENV, Small, loss
 from ..support.damage import changed_head, flip
@@ -107,3 +109,24 @@ def test_returning_island_refuses_spoilt_checkpoint(run_ranks, spoil: Any, why: 
     """An island that comes back does not use a checkpoint that is not its own or not whole."""
     own, said = comes_back(run_ranks, "diloco", spoil)
     assert not own and "begin anew, checkpoint-4 cannot be used (" in said[0] and why in said[0]
+
+
+def test_returning_island_without_its_disk(run_ranks, tmp_path) -> None:
+    """An island that comes back without its disk goes on with moments from its store of objects."""
+
+    def run(me: Any) -> Any:
+        save = CheckpointManager.save
+
+        def uploaded(manager: CheckpointManager, *given: Any, **named: Any) -> bool:
+            done = save(manager, *given, **named)
+            manager.uploads.flush()
+            return done
+
+        disk = me.folder.parent / "disk" / "island1"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CheckpointManager, "save", uploaded)
+            return returns(me, partial(life, case="diloco"), lambda: shutil.rmtree(disk))
+
+    env = ENV | {"ISLAND_REMOTE": f"file://{tmp_path}/store"}
+    *_, (_, alike, _, own, said) = run_ranks(run, islands=2, procs=1, timeout=150, env=env)
+    assert alike and own and "go on from checkpoint-4" in said[0], said

@@ -159,7 +159,9 @@ def test_s3_killed_in_mid_upload(s3, tmp_path):
         assert point.step in (whole, step) and parts(point.folder, point.step)
         again.close()
         if (folder / f"checkpoint-{step}" / "manifest.json").exists():  # its machine comes back
-            assert manager(folder).resume_point().step == step
+            back = manager(folder)
+            assert back.resume_point().step == step
+            back.close()
         found.add(point.step - whole)
         whole = point.step
     assert 0 in found

@@ -40,7 +40,7 @@ from .engine import engine_of
 from .evaluation import Evaluations
 from .joining import KINDS, TakeOver, common_state, load_moments, move_to
 from .setup import check_optimizer, warn
-from .state import open_state, restore_local, saves_tensors, step_of
+from .state import manager_of, open_state, restore_local, saves_tensors, step_of
 
 log = logging.getLogger("fsdp_demo")
 
@@ -71,17 +71,12 @@ class Beginning:
 
     @classmethod
     def find(
-        cls,
-        trainer: Trainer,
-        topology: Topology,
-        manager: CheckpointManager,
-        wanted: Any,
-        fresh: bool,
+        cls, trainer: Trainer, topology: Topology, wanted: Any, fresh: bool, remote: str | None
     ) -> Beginning:
         """The beginning that the user asks for by `wanted`, the argument of `Trainer.train`. Raises
         NeedsDecision, ValueError: as `find_checkpoint`.
         """
-        joins = topology.under_way()
+        joins, manager = topology.under_way(), manager_of(trainer, topology, remote)
         where = None if joins else find_checkpoint(wanted, manager, fresh)
         if isinstance(where, str) and not trainer.is_fsdp_enabled:
             refuse_sharded(Path(where), topology)

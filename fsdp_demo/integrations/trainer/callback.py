@@ -208,17 +208,15 @@ class ExchangeCallback(TrainerCallback):
             )
         self._session = self._beginning = None  # of the last training
         self._stops = Stops(lambda: self._live, self._warn, lambda: self._to_resume(SAVED))
-        manager = manager_of(trainer, self._topology, self._remote)
-        beginning = Beginning.find(
-            trainer, self._topology, manager, resume_from_checkpoint, self._fresh
-        )
+        wish = resume_from_checkpoint, self._fresh, self._remote
+        beginning = Beginning.find(trainer, self._topology, *wish)
         self._beginning = beginning
         with beginning.after:
             try:
                 with self._stops.signals():
                     result = original(beginning.given, *args, **kwargs)
                     if self._stops.left:
-                        manager.upload_rest()
+                        beginning.manager.upload_rest()
             except (PeerLost, WireError) as error:
                 self._lost(trainer, error)
                 raise
@@ -236,11 +234,12 @@ class ExchangeCallback(TrainerCallback):
         self._warn(f"{error}")
         if self.exchange is not None:
             self.exchange.leave(stopped=False)
-        self._stops.unsaved = False
-        if self._session is not None:
+        self._stops.unsaved, beginning = False, self._beginning
+        if self._session is not None and beginning is not None:
             self._session.save_lost()
-            end_within(self._topology.stop_timeout)
-            self._session.manager.upload_rest()
+            if self._topology.elastic:  # in a mesh the lost rank is one of those that vote
+                end_within(self._topology.stop_timeout)
+                beginning.manager.upload_rest()
         if self._stops.told and not isinstance(error, Mismatch):
             self._stops.leave(trainer.args.process_index)
         self._warn(self._to_resume(DECIDE if isinstance(error, Mismatch) else SAVED))

@@ -61,7 +61,7 @@ class Session(TrainerCallback):
         else:  # DeepSpeed looks by itself
             exchange.watch_gradients()
         beginning.manager.own(trainer.state.global_step or None, beginning.named)
-        self.manager = beginning.manager
+        self._manager = beginning.manager
         after.callback(setattr, args, "save_total_limit", args.save_total_limit)
         args.save_total_limit = None  # the manager rotates
         self._evaluations = Evaluations(exchange, trainer)
@@ -137,7 +137,7 @@ class Session(TrainerCallback):
         """Gather numbers for the log; all ranks of the island come here together."""
         if not self.exchange.closed:
             self._numbers = tracked(self.exchange)
-            self._numbers["exchange/failed_saves"] = float(self.manager.failed_saves)
+            self._numbers["exchange/failed_saves"] = float(self._manager.failed_saves)
 
     def _finish(self) -> None:
         """Take the last exchange: what follows has the model that all islands hold."""
@@ -159,7 +159,7 @@ class Session(TrainerCallback):
         """Leave the Trainer's evaluation, on all ranks after the same batch, if one of them is told
         to end: they vote about once a second, or `now`. Raises Stopped: they leave.
         """
-        pace, ranks = self._pace, self.manager.ranks
+        pace, ranks = self._pace, self._manager.ranks
         if pace is not None and pace.due(now or ranks.world == 1):
             told, slowest = ranks.max(float(self._stops.told), pace.seconds())
             pace.agreed(slowest)
@@ -225,7 +225,7 @@ class Session(TrainerCallback):
         if self.exchange.step == state.global_step + 1:
             trainer.lr_scheduler.step()
             state.global_step += 1
-        manager = self.manager
+        manager = self._manager
         if not manager.ranks.from_first(lambda: state.global_step in manager.whole()):
             trainer._save_checkpoint(trainer.model_wrapped, trial=None)
             trainer.control = trainer.callback_handler.on_save(args, state, trainer.control)
@@ -238,7 +238,7 @@ class Session(TrainerCallback):
         """Log, evaluate and save by `original`. An island that is told to end meanwhile stops at
         this step: an evaluation is left, and a save is the last one.
         """
-        trainer, manager, state = self._trainer, self.manager, self._trainer.state
+        trainer, manager, state = self._trainer, self._manager, self._trainer.state
         ends = self.live is None and self._evaluations.agreed  # the others wait for its metrics
         lasts = trainer.control.should_evaluate or trainer.control.should_save
         self._pace = VotePace() if lasts and not ends else None
@@ -260,7 +260,7 @@ class Session(TrainerCallback):
 
     def save_checkpoint(self, original: Callable[..., Any], model: Any, trial: Any = None) -> None:
         self._stops.unsaved = True  # also where it raises
-        made = save_all(self._trainer, self.exchange, self.manager, original, model, trial)
+        made = save_all(self._trainer, self.exchange, self._manager, original, model, trial)
         self._stops.unsaved = not made
 
     def training_step(
