@@ -23,7 +23,7 @@ Makes .venv (a second run reuses it), then trains a small Llama on the source te
 
 Options of pretrain.py that can be added: --model --data --tokenizer --sequence-length --batch-size --accumulation --set --clip
 --no-shard --bf16 --activation-checkpointing --compile --lr --schedule --warmup-steps --seed --eval-every --eval-batches --log-every
---peak-tflops --save-every --keep --save-async --resume --take-over --fresh-exchange --report-to --kept-energy (--mesh is for one launch over all machines, not for islands)
+--peak-tflops --save-every --keep --remote --save-async --resume --take-over --fresh-exchange --report-to --kept-energy (--mesh is for one launch over all machines, not for islands)
 For example: bash recipes/quickstart.sh --data my_texts/ --set codec.topk=16 --lr 0.001
 TEXT
 }
@@ -37,7 +37,7 @@ fail() { echo "quickstart: $*" >&2; exit 2; }
 
 # Options of pretrain.py, by what follows them: a value, a word or nothing, nothing.
 values=" model data tokenizer sequence-length batch-size accumulation clip lr schedule warmup-steps seed eval-every eval-batches log-every \
-    peak-tflops save-every keep report-to "
+    peak-tflops save-every keep remote report-to "
 words=" compile resume "
 flags=" no-shard bf16 activation-checkpointing save-async take-over fresh-exchange kept-energy "
 

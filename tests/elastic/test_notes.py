@@ -48,7 +48,7 @@ def test_note_that_fails_here_is_not_blamed_on_a_peer() -> None:
         if (line.slot, n) == (0, 3):
             spoil(line._driver.detector, "note_next")
 
-    three.run(talk(40, before=before))
+    three.run(talk(200, before=before))
     slots = agree(three.survivors(0))
     assert slots[-1] == (1, 2) and three.expelled == [(0, 0)]
     assert isinstance(three.results[0, 0], PeerLost)

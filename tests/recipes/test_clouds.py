@@ -53,7 +53,8 @@ def test_skypilot_file_is_a_job_group_of_two_regions():
 @pytest.mark.parametrize("name", ["store", "island"])
 def test_dstack_file_is_a_task(name):
     """The parser of dstack reads each file as a task; a name that it does not know is refused."""
-    pytest.importorskip("dstack", reason="dstack is not installed")
+    # its folder here is a package of that name, too, where `recipes` is on the path
+    pytest.importorskip("dstack._internal", reason="dstack is not installed")
     from dstack._internal.core.errors import ConfigurationError
     from dstack._internal.core.models.configurations import parse_apply_configuration
 
