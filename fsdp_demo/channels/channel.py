@@ -20,6 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..compression import fused
 from ..compression.transform import make_transform, transform
 from ..compression.windows import ContiguousViews, Window
 from ..config.channel import Channel
@@ -192,11 +193,18 @@ class ChannelRunner(LocalChannel):
         common, rates = self._rates()
         # nothing is done to the source before it is transformed
         plain = not (delta or rates or keep is not None or isinstance(self.left_out, Tensor))
+        windows = self.windows
+        if (kernels := self._fused(tensors)) and not (rates or flying or keep is not None):
+            before = (self.anchor if self.written is None else self.written) if delta else None
+            kernels.accumulate(
+                tensors, before, self.accumulator, beta, gain * common, self.left_out
+            )
+            windows = [w for w in windows if w.group is None]
         with (
             ContiguousViews(tensors) as memory,
             make_transform(self.channel.codec, self.host.device) as made,
         ):
-            for part in (part for w in self.windows for part in w.inner):
+            for part in (part for w in windows for part in w.inner):
                 if plain and not self.left_out and made.reads(part, memory):
                     work = part.of(self.accumulator)
                     made.add_from(part, memory, work, beta, gain * common)
@@ -211,6 +219,12 @@ class ChannelRunner(LocalChannel):
                     part.of(keep).copy_(x)
                 x = part.scale(x, rates) if rates else x
                 made.add(part.group, x, part.of(self.accumulator), beta, gain * common)
+
+    def _fused(self, tensors: Sequence[Tensor | None]) -> fused.FusedBlocks | None:
+        """The kernels that read the source where it lies; None: torch's operations do."""
+        here = self.anchor is None or self.anchor.device == self.host.device
+        known = None if self.section is None else self.section.fused
+        return known if here and fused.fits(tensors) else None
 
     def _rates(self) -> tuple[float, list[float]]:
         """With `rate`: the learning rate of all tensors, or 1 and the rate of each."""

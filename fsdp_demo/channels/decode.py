@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from ..compression import dense as vectors
 from ..compression import sparse
 from ..compression.blocks import Layout
+from ..compression.fused import FusedBlocks
 from ..compression.windows import Group, Window, stretches, upload
 from ..config.parts import BLOCK, Codec, Reducer
 
@@ -221,6 +223,45 @@ class SparseMean(DecodedMean):
                 self._dense.add_(sparse.decode_dense(self.layout, self.codec, body), alpha=w)
             self._dense.div_(sum(self.weights))
         return self._dense
+
+
+class FusedMean(SparseMean):
+    """The same mean of sections of equal weight, whose blocks are decoded by fused kernels."""
+
+    def __init__(self, fused: FusedBlocks, bodies: Sequence[Tensor]):
+        super().__init__(fused.layout, fused.codec, fused.reducer, bodies, [1.0] * len(bodies))
+        self._fused = fused
+        self._factors: dict[Group, Tensor | None] = {}
+
+    def terms(self, window: Window) -> None:
+        return None
+
+    def fill(self, window: Window, out: Tensor) -> Tensor:
+        return super().fill(window, out) if window.group is None else self._mean(window, out)
+
+    def elements(self, window: Window, out: Tensor) -> Tensor:
+        """`fill` of a window of blocks, and its inverse transform."""
+        return self._mean(window, out, inverse=True)
+
+    def write(self, tensors: Sequence[Tensor | None], sign: bool) -> None:
+        """Write the elements of all blocks, or their signs, into tensors that `fused.fits`."""
+        for g in self.layout.groups:
+            self._mean(Window(g, g.start * BLOCK, g.stop * BLOCK), None, True, tensors, sign)
+
+    def _mean(
+        self,
+        window: Window,
+        out: Tensor | None,
+        inverse: bool = False,
+        tensors: Sequence[Tensor | None] = (),
+        sign: bool = False,
+    ) -> Any:
+        g = window.group
+        assert g is not None
+        if g not in self._factors:
+            self._factors[g] = self._fused.factors(self.bodies, g)
+        self._fused.mean(self.bodies, window, out, inverse, self._factors[g], tensors, sign)
+        return out
 
 
 class QuantizedMean(DecodedMean):
