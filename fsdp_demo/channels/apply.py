@@ -275,7 +275,7 @@ def _decoded(
     for part in window.inner:
         place = room[: part.numel] if alone else part.of(room)
         if isinstance(mean, FusedMean) and made is not None and part.group is not None:
-            yield part, mean.elements(part, place)
+            yield part, mean.fill(part, place, inverse=True)
             continue
         if terms is None:
             mean.fill(part, place)

@@ -49,8 +49,8 @@ def offer(runtime: StepRuntime) -> Offer:
         made = []
         for channel, section in stages:
             if section is not None and takes(channel.codec):
-                kernels = FusedBlocks(section.layout, channel.codec, channel.reducer, device)
-                kernels.compile(channel)
+                kernels = FusedBlocks(section.layout, channel, device)
+                kernels.compile()
                 made.append((section, kernels))
     # Triton raises errors of many kinds: of its own, of the C compiler, of the driver
     except Exception as error:

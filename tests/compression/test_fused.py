@@ -1,0 +1,104 @@
+"""The kernels of `compression/fused.py`, played on a CPU by Triton's interpreter and compiled for
+GPUs that are not here; and the agreement of islands on them."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import fsdp_demo
+from fsdp_demo.exchange import fused_path
+from fsdp_demo.exchange.fused_path import Offer
+
+from ..support.inside import in_threads
+from ..support.programs import fresh_python
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs triton, which torch for CUDA brings"
+)
+
+
+def play(call: str, interpreted: bool = True) -> str:
+    """What a call of `support/fused.py` prints."""
+    setting = "import os; os.environ['TRITON_INTERPRET'] = '1'; " if interpreted else ""
+    return fresh_python(f"{setting}from tests.support import fused; fused.{call}", ROOT)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        "'int8', 1, 'noise'",
+        "'int8', 4, 'noise', 'dct'",
+        "'int8', 32, 'ties', 'dct'",
+        "'int8', 32, 'zeros', reducer=1",
+        "'int8', 90, 'tiny'",
+        "'2bit', 3, 'ties'",
+        "'2bit', 64, 'noise', reducer=2",
+        "'2bit', 64, 'zeros', reducer=2",
+        "'2bit', 90, 'huge'",
+        "'1bit', 8, 'tiny', 'dct'",
+        "'1bit', 90, 'noise', reducer=1",
+    ],
+)
+def test_fused_same_bytes_and_mean(case: str) -> None:
+    """Kernels make the bytes, positions and mean that torch's operations make."""
+    play(f"compare({case})")
+
+
+@needs_triton
+@pytest.mark.parametrize("source", ["gradient", "delta"])
+def test_fused_accumulator(source: str) -> None:
+    """A kernel adds a transformed source to the accumulator, and nothing of one that is bad."""
+    play(f"accumulates({source!r})")
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        "'demo', {'transform': False, 'topk': 8}",
+        "'sparse_loco', {'period': 1, 'topk': 8}",
+    ],
+)
+def test_fused_exchange_same_bits(case: str) -> None:
+    """Two islands with fused kernels send and end with the bits that they do without."""
+    play(f"exchange({case})")
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("case", ["'int8', 32, True", "'2bit', 64, False", "'1bit', 90, False"])
+def test_fused_compiles(arch: int, case: str) -> None:
+    """The kernels compile for GPUs of two generations, hardly spill, and round as IEEE 754 says."""
+    print(play(f"compiled({arch}, {case})", interpreted=False))
+
+
+OFFERS = (
+    ([Offer("3.7.1"), Offer("3.7.1")], "3.7.1"),
+    ([Offer("3.7.1"), Offer("3.8.0")], ""),
+    ([Offer("3.7.1"), Offer(why="no C compiler")], ""),
+    ([Offer(), Offer()], ""),
+)
+
+
+@in_threads()
+def test_fused_only_if_all_agree(island: int, topology: Any) -> None:
+    """Islands take fused kernels where all offer the same ones, else all fall back at `attach`."""
+    for offers, agreed in OFFERS:
+        weight = torch.nn.Parameter(torch.zeros(64, 64))
+        optimizer = torch.optim.SGD([("w", weight)], lr=0.1)
+        mine = {topology: offers[island]}
+        with mock.patch.object(fused_path, "offer", lambda r, mine=mine: mine[r.topology]):
+            exchange = fsdp_demo.attach(optimizer, "demo", topology=topology)
+        assert exchange._runtime.fused == agreed
+        exchange.detach()
