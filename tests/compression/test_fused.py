@@ -4,6 +4,10 @@ GPUs that are not here; and the agreement of islands on them."""
 from __future__ import annotations
 
 import importlib.util
+import logging
+import os
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -84,21 +88,45 @@ def test_fused_compiles(arch: int, case: str) -> None:
 
 
 OFFERS = (
-    ([Offer("3.7.1"), Offer("3.7.1")], "3.7.1"),
-    ([Offer("3.7.1"), Offer("3.8.0")], ""),
-    ([Offer("3.7.1"), Offer(why="no C compiler")], ""),
-    ([Offer(), Offer()], ""),
+    ([Offer("3.7.1"), Offer("3.7.1")], "3.7.1", "by fused kernels (Triton 3.7.1)"),
+    ([Offer("3.7.1"), Offer("3.8.0")], "", "not every rank of all islands has the same kernels"),
+    ([Offer("3.7.1"), Offer(why="no compiler")], "", "by torch all the same: "),
+    ([Offer(), Offer()], "", "by torch all the same: "),
 )
+place = threading.local()  # what the island of a thread offers
 
 
 @in_threads()
 def test_fused_only_if_all_agree(island: int, topology: Any) -> None:
-    """Islands take fused kernels where all offer the same ones, else all fall back at `attach`."""
-    for offers, agreed in OFFERS:
-        weight = torch.nn.Parameter(torch.zeros(64, 64))
-        optimizer = torch.optim.SGD([("w", weight)], lr=0.1)
-        mine = {topology: offers[island]}
-        with mock.patch.object(fused_path, "offer", lambda r, mine=mine: mine[r.topology]):
-            exchange = fsdp_demo.attach(optimizer, "demo", topology=topology)
+    """Islands take fused kernels where all offer the same ones, else all fall back at `attach`, and
+    say so in one line.
+    """
+    os.environ["ISLAND_FUSED"] = "1"  # of a process of its own
+    fused_path.offer = lambda runtime: place.offer
+    thread, lines = threading.get_ident(), list[str]()
+    handler, log = logging.Handler(), logging.getLogger("fsdp_demo")
+    handler.emit = lambda r: lines.append(r.getMessage()) if r.thread == thread else None
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    for offers, agreed, said in OFFERS:
+        place.offer = offers[island]
+        optimizer = torch.optim.SGD([("w", torch.nn.Parameter(torch.zeros(64, 64)))], lr=0.1)
+        exchange = fsdp_demo.attach(optimizer, "demo", topology=topology)
         assert exchange._runtime.fused == agreed
         exchange.detach()
+        assert sum("compression by" in line for line in lines) == 1 and said in " ".join(lines)
+        lines.clear()
+
+
+def test_fused_offer_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank without a GPU or without `triton` offers nothing, and the reason is known."""
+    runtime = mock.Mock(**{"host.device": torch.device("cpu")})
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert fused_path.offer(runtime) == Offer()
+    monkeypatch.setenv("ISLAND_FUSED", "1")
+    assert "ModuleNotFoundError" in fused_path.offer(runtime).why
+    monkeypatch.setitem(sys.modules, "triton", mock.Mock(**{"knobs.runtime.interpret": False}))
+    assert "need an NVIDIA GPU" in fused_path.offer(runtime).why
+    monkeypatch.setenv("ISLAND_FUSED", "yes")
+    with pytest.raises(ValueError, match="allowed are 0 and 1"):
+        fused_path.offer(runtime)

@@ -108,14 +108,14 @@ def trained(config: ExchangeConfig) -> tuple[list[list[Tensor]], list[str]]:
         optimizer = fsdp_demo.base_optimizer(config, [p for _, p in named], lr=1e-2)
         exchange = fsdp_demo.attach(optimizer, config, topology=topology)
         for c in exchange.channels:
-            c.encode = lambda *a, c=c: seen.append(out := encode(c, *a)) or out
+            c.encode = lambda *a, c=c: seen.append((out := encode(c, *a)).body.clone()) or out
         g = torch.Generator().manual_seed(10 + i)
         for _ in range(2):
             for _, p in named:
                 p.grad = torch.randn(p.shape, generator=g)
             optimizer.step()
         exchange.finish()
-        return [*(out.body for out in seen), *(p.detach().clone() for _, p in named)]
+        return [*seen, *(p.detach().clone() for _, p in named)]
 
     logging.getLogger("fsdp_demo").setLevel(logging.INFO)
     with mock.patch.object(fused.FusedBlocks, "_run", one_at_a_time):
