@@ -110,6 +110,7 @@ class ChannelRunner(LocalChannel):
             a number, or a scalar on the device.
         measures: whether `encode` notes the norm of what it encodes, unless that is `plain`.
             square: the last squared norm, of this copy, until it is taken.
+        sections: the form of payloads in each stage; None on a copy that is not active.
         new_vector: makes room for a source that is not accumulated, fp32 [n].
         watches_energy: whether `encode` notes the share of what it encodes that leaves. energy:
             squared norms (fp32 [2], on the device) of the last workspace that was encoded and of
@@ -119,7 +120,7 @@ class ChannelRunner(LocalChannel):
     def __init__(self, channel: Channel, placement: Placement, seed: int = 0):
         super().__init__(channel, placement)
         layout, device = self.layout, self.host.device
-        self._sections = [
+        self.sections = [
             None if layout is None else ChannelCodec(layout, c, self.size, seed, device)
             for _, c in self.stages
         ]
@@ -135,7 +136,7 @@ class ChannelRunner(LocalChannel):
     @property
     def section(self) -> ChannelCodec | None:
         """The form of the payloads that are sent now; None on a copy that is not active."""
-        return self._sections[self._sends]
+        return self.sections[self._sends]
 
     @property
     def plain(self) -> bool:

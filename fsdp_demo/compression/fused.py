@@ -19,8 +19,8 @@ from .blocks import Layout
 from .transform import matrix
 from .windows import EDGE, Group, Window, stretches, upload
 
-CODES = ("int8", "2bit", "1bit")
-"""The number formats that the kernels know."""
+CODES = {(8, 1), (2, 2), (1, 1)}
+"""Bits and scales of the number formats that the kernels know."""
 MOST = 128
 """Coefficients of a block that the kernels know at most: then a block has one group of scales."""
 WARPS = {"accumulate": 8, "select": 8, "mean": 8}  # with 4, `accumulate` spills registers
@@ -28,7 +28,8 @@ WARPS = {"accumulate": 8, "select": 8, "mean": 8}  # with 4, `accumulate` spills
 
 def takes(codec: Codec) -> bool:
     """Whether the kernels know what a codec sends."""
-    return codec.select == "topk" and codec.topk <= MOST and codec.value_dtype in CODES
+    code = FORMATS[codec.value_dtype]
+    return codec.indexed and codec.topk <= MOST and (code.bits, code.scales) in CODES
 
 
 def fits(tensors: Sequence[Tensor | None]) -> bool:
@@ -43,6 +44,9 @@ class FusedBlocks:
         layout, channel: the channel's; the kernels know its codec (`takes`).
         device: of the workspaces.
 
+    Attributes:
+        mark: the release of Triton.
+
     Raises:
         ImportError: there is no `triton`.
     """
@@ -52,10 +56,11 @@ class FusedBlocks:
 
         self._kernels, self._zero = fused_kernels, torch.zeros(1, device=device)
         self.layout, self.channel, self.device = layout, channel, device
-        self.codec = channel.codec
+        self.codec, self.mark = channel.codec, fused_kernels.triton.__version__
         self._spans = dict(zip(layout.groups, sparse.spans(layout, self.codec), strict=True))
         self._known = {g: self._constants(g) for g in layout.groups}
         self._tables = {g: self._table(g) for g in layout.groups}
+        self._matrices = {(g, b): self._factors(g, b) for g in layout.groups for b in (False, True)}
 
     def _constants(self, g: Group) -> dict[str, Any]:
         """What is compiled into the kernels of a group."""
@@ -64,7 +69,7 @@ class FusedBlocks:
         return {
             **{name: max(16, 1 << (n - 1).bit_length()) for name, n in powers.items()},
             **{"K": k, "FLAGS": form.flags, "LOW": form.low, "ROWS": g.r, "COLS": g.s},
-            **{"CODE": self.codec.value_dtype, "BITS": FORMATS[self.codec.value_dtype].bits},
+            "BITS": FORMATS[self.codec.value_dtype].bits,
             "PRECISION": "tf32" if self.codec.transform_precision == "bf16" else "ieee",
         }
 
@@ -110,13 +115,13 @@ class FusedBlocks:
         """work = beta work + gain T(tensors), in blocks; with `before` (a workspace in the element
         domain) of `before` minus tensors; of zeros where `bad` is not 0."""
         pointers = self._addresses(tensors)
-        bad = bad if isinstance(bad, Tensor) else self._zero + bad
+        bad = self._zero + bad  # in memory of its own: Triton compiles for the alignment
         for g in self.layout.groups:
             start = g.start * BLOCK
             self._run(
                 "accumulate", g.count, g, pointers, *self._tables[g],
-                (work if before is None else before)[start:], bad, *self._factors(g, False),
-                work[start:], beta, gain, DELTA=before is not None, DCT=g.transform,
+                (work if before is None else before)[start:], bad, *self._matrices[g, False],
+                work[start:], float(beta), float(gain), DELTA=before is not None, DCT=g.transform,
             )  # fmt: skip
 
     def encode(self, work: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -155,7 +160,7 @@ class FusedBlocks:
         self._run(
             "mean", window.count, g, self._addresses(bodies),
             self._zero if factors is None else factors, self._addresses(tensors),
-            *self._tables[g], self._zero if out is None else out, *self._factors(g, True),
+            *self._tables[g], self._zero if out is None else out, *self._matrices[g, True],
             *self._starts(g), g.count, window.first, size, 1.0 / size,
             INVERSE=inverse and g.transform, SIGN=sign, TABLE=out is None,
             SENDERS=self.channel.reducer.mean_over == "senders", CLIP=factors is not None,

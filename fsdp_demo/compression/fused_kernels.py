@@ -3,11 +3,11 @@
 Each program works on one block, `pack` on eight, which fill whole bytes of every plane. Only
 operations that IEEE 754 defines make bytes: divisions are `div_rn`, sums are folded in halves.
 Names in capitals are compiled in: K values of a block, PK the power of two from K on, ROWS and COLS
-of the block, CODE its number format, FLAGS and LOW of `sparse.Form`, PF the power of two from FLAGS
-on. A group's scales begin at byte `begin` of a section, `codes_at` and `positions_at` are counted
-from there; `n` is its number of blocks. A table (`pointers`, `tensor`, `offset`, `stride`) has of
-each block its tensor, the first element in it, and the elements from row to row; the pointer 0 is a
-tensor that is not there.
+of the block, BITS of its number format, FLAGS and LOW of `sparse.Form`, PF the power of two from
+FLAGS on. A group's scales begin at byte `begin` of a section, `codes_at` and `positions_at` are
+counted from there; `n` is its number of blocks. A table (`pointers`, `tensor`, `offset`, `stride`)
+has of each block its tensor, the first element in it, and the elements from row to row; the pointer
+0 is a tensor that is not there.
 """
 # mypy: ignore-errors
 
@@ -102,13 +102,13 @@ def _store_scale(at, bits):
 
 
 @triton.jit(do_not_specialize=ANY)
-def code(values, codes, data, begin, CODE: tl.constexpr, K: tl.constexpr, PK: tl.constexpr):
+def code(values, codes, data, begin, BITS: tl.constexpr, K: tl.constexpr, PK: tl.constexpr):
     """Codes (uint8 [n, K], not packed) of values, and their scales in the section `data`."""
     b, i = tl.program_id(0).to(tl.int64), tl.arange(0, PK)
     v = tl.load(values + b * K + i, mask=i < K, other=0.0)
     raw = v.to(tl.int32, bitcast=True)
     size = (raw & 0x7FFFFFFF).to(tl.float32, bitcast=True)
-    if CODE == "int8":
+    if BITS == 8:
         # of bits: NaN is the largest
         bits = _bf16(tl.div_rn(tl.max(raw & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True), 127.0))
         step = tl.where(bits == 0, float("inf"), (bits << 16).to(tl.float32, bitcast=True))
@@ -119,7 +119,7 @@ def code(values, codes, data, begin, CODE: tl.constexpr, K: tl.constexpr, PK: tl
     else:
         mean = tl.div_rn(_folded(size, PK), K * 1.0)
         number = raw >> 31 & 1
-        if CODE == "1bit":
+        if BITS == 1:
             _store_scale(data + begin + 2 * b, _bf16(mean))
         else:
             high = (size >= mean) & (i < K)
@@ -256,7 +256,7 @@ def _load_scale(at):
 def mean(
     bodies, factors, pointers, tensor, offset, stride, out, left, right,
     begin, codes_at, positions_at, n, first, size, share,
-    CODE: tl.constexpr, BITS: tl.constexpr, FLAGS: tl.constexpr, LOW: tl.constexpr,
+    BITS: tl.constexpr, FLAGS: tl.constexpr, LOW: tl.constexpr,
     K: tl.constexpr, PK: tl.constexpr, PF: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     INVERSE: tl.constexpr, SIGN: tl.constexpr, TABLE: tl.constexpr, SENDERS: tl.constexpr,
     CLIP: tl.constexpr, PRECISION: tl.constexpr,
@@ -277,11 +277,11 @@ def mean(
         # exact: small whole numbers, of which each sum has one
         held = tl.dot(one, tl.where(mine, (number + SHIFT)[:, None], 0).to(tl.float16))
         number = held.to(tl.int32) - SHIFT
-        STEP: tl.constexpr = 4 if CODE == "2bit" else 2
+        STEP: tl.constexpr = 4 if BITS == 2 else 2
         scale = _load_scale(data + STEP * b)
-        if CODE == "int8":
+        if BITS == 8:
             value = ((number ^ 128) - 128).to(tl.float32) * scale
-        elif CODE == "1bit":
+        elif BITS == 1:
             value = (1 - 2 * number).to(tl.float32) * scale
         else:
             scale = tl.where((number & 1) != 0, _load_scale(data + 4 * b + 2), scale)

@@ -22,13 +22,17 @@ class Offer(NamedTuple):
     """The fused kernels of a rank.
 
     Attributes:
-        mark: what must be equal on all; empty: the rank has none. why: it has none.
-        made: kernels that were compiled, of a channel that each belongs to.
+        mark: the release of Triton, the same on all; empty: the rank has none. why: it has none.
+        made: kernels that are compiled, and what uses them.
     """
 
     mark: str = ""
     why: str = ""
     made: tuple[tuple[ChannelCodec, FusedBlocks], ...] = ()
+
+
+def _sections(runtime: StepRuntime) -> list[ChannelCodec]:
+    return [s for c in runtime.channels for s in c.sections if s is not None]
 
 
 def offer(runtime: StepRuntime) -> Offer:
@@ -43,24 +47,22 @@ def offer(runtime: StepRuntime) -> Offer:
         cuda = device.type == "cuda" and torch.version.cuda is not None
         if not (cuda or (device.type == "cpu" and triton.knobs.runtime.interpret)):
             return Offer(why=f"they need an NVIDIA GPU, the shards lie on {device.type}")
-        stages = [(c.stages[i][1], s) for c in runtime.channels for i, s in enumerate(c._sections)]
-        if not any(takes(channel.codec) for channel, _ in stages):
-            return Offer(why=f"the method {runtime.config.preset!r} does not use any")
-        made = []
-        for channel, section in stages:
-            if section is not None and takes(channel.codec):
-                kernels = FusedBlocks(section.layout, channel, device)
-                kernels.compile()
-                made.append((section, kernels))
-    # Triton raises errors of many kinds: of its own, of the C compiler, of the driver
+        if not any(takes(stage.codec) for c in runtime.channels for _, stage in c.stages):
+            return Offer(why=f"{runtime.config.preset!r} sends nothing that they know")
+        fit = [s for s in _sections(runtime) if takes(s.codec)]
+        made = tuple((s, FusedBlocks(s.layout, s.channel, device)) for s in fit)
+        for _, kernels in made:
+            kernels.compile()
+    # of many kinds: Triton's own, the C compiler's, the driver's
     except Exception as error:
         return Offer(why=f"{type(error).__name__}: {str(error).strip():.200}")
-    return Offer(triton.__version__, made=tuple(made))
+    return Offer(triton.__version__, made=made)
 
 
 def settle(runtime: StepRuntime, found: Offer, on: bool) -> None:
     """Take what was offered, or torch's operations, and say so where ISLAND_FUSED asked."""
-    runtime.fused = found.mark if on else ""
+    for section in _sections(runtime):
+        section.fused = None
     for section, kernels in found.made if on else ():
         section.fused = kernels
     if not environment.fused(os.environ) or runtime.topology.rank:
@@ -73,7 +75,12 @@ def settle(runtime: StepRuntime, found: Offer, on: bool) -> None:
         log.warning("%s: ISLAND_FUSED is set, compression by torch all the same: %s", name, why)
 
 
-def follow(runtime: StepRuntime, mark: str) -> None:
+def mark(runtime: StepRuntime) -> str:
+    """The mark of the kernels that this rank uses; empty: none."""
+    return next((s.fused.mark for s in _sections(runtime) if s.fused is not None), "")
+
+
+def follow(runtime: StepRuntime, theirs: str) -> None:
     """On an island that joins a run: take the kernels of this mark, or none, as the others do."""
-    found = offer(runtime) if mark else Offer(why="the run does not take them")
-    settle(runtime, found, bool(mark) and found.mark == mark)
+    found = offer(runtime) if theirs else Offer(why="the run does not take them")
+    settle(runtime, found, bool(theirs) and found.mark == theirs)

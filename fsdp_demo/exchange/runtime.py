@@ -105,7 +105,6 @@ class StepRuntime:
         rows: of all islands in a step, 0 where one did not tell. rows_differ: an island trains more
             than another.
         stopped, stopped_alone, leaving, drift: as in `Readings`.
-        fused: the mark of the fused kernels that the run takes (`fused_path`); empty: none.
         stepped: this rank has begun a step since it joined the others. ended: the last exchange is
             over.
     """
@@ -142,7 +141,6 @@ class StepRuntime:
         self.seconds, self._ended_at = 0.0, time.monotonic()
         self.ended = self.stopped = self.stopped_alone = self.leaving = self.rows_differ = False
         self.stepped = self._watches_gradients = False
-        self.fused = ""
         self._goes_on = False  # told to end, and takes further steps all the same
         self._rates: list[list[dict[str, Any]]] | None = None  # of this step, for a joining island
 

@@ -193,7 +193,7 @@ def write(
         states=states(runtime),
         stand=stand,
         tensors=list(tensors),
-        fused=runtime.fused,
+        fused=fused_path.mark(runtime),
     )
 
 
@@ -237,8 +237,8 @@ def read(runtime: StepRuntime, told: Mapping[str, Any], data: Tensor) -> Snapsho
         if where.get(k) != v
     ]
     fused_path.follow(runtime, head.fused)
-    if runtime.fused != head.fused:
-        must.append(f"fused: {runtime.fused or 'none'} here, {head.fused:.20} there")
+    if (mark := fused_path.mark(runtime)) != head.fused:
+        must.append(f"fused: {mark or 'none'} here, {head.fused:.20} there")
     if must:
         raise refuse("; ".join(must[:6]))
     if what := run_specification.tensors_apart(runtime.host.params, head.parameters):
