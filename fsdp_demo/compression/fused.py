@@ -60,7 +60,7 @@ class FusedBlocks:
         self._spans = dict(zip(layout.groups, sparse.spans(layout, self.codec), strict=True))
         self._known = {g: self._constants(g) for g in layout.groups}
         self._tables = {g: self._table(g) for g in layout.groups}
-        self._matrices = {(g, b): self._factors(g, b) for g in layout.groups for b in (False, True)}
+        self._matrices = {(g, b): self._pair(g, b) for g in layout.groups for b in (False, True)}
 
     def _constants(self, g: Group) -> dict[str, Any]:
         """What is compiled into the kernels of a group."""
@@ -83,7 +83,7 @@ class FusedBlocks:
         ]
         return [upload(t.contiguous(), self.device) for t in torch.tensor(found).unbind(1)]
 
-    def _factors(self, g: Group, inverse: bool) -> list[Tensor]:
+    def _pair(self, g: Group, inverse: bool) -> list[Tensor]:
         """D_r and D_s^T, or D_r^T and D_s, filled up by zeros to 64 x 64."""
         out = [torch.zeros(EDGE, EDGE, device=self.device) for _ in range(2)]
         for m, n, turned in zip(out, (g.r, g.s), (inverse, not inverse), strict=True):

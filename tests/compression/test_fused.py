@@ -118,7 +118,9 @@ def test_fused_only_if_all_agree(island: int, topology: Any) -> None:
 
 
 def test_fused_offer_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank without a GPU or without `triton` offers nothing, and the reason is known."""
+    """A rank without a GPU or without `triton` offers nothing, and the reason is known; one that
+    joins a run does as the others.
+    """
     runtime = mock.Mock(**{"host.device": torch.device("cpu")})
     monkeypatch.setitem(sys.modules, "triton", None)
     assert fused_path.offer(runtime) == Offer()
@@ -126,6 +128,14 @@ def test_fused_offer_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ModuleNotFoundError" in fused_path.offer(runtime).why
     monkeypatch.setitem(sys.modules, "triton", mock.Mock(**{"knobs.runtime.interpret": False}))
     assert "need an NVIDIA GPU" in fused_path.offer(runtime).why
+    section = mock.Mock(fused=None)
+    runtime.channels = [mock.Mock(sections=[None, section])]
+    found = Offer("3.7.1", made=((section, mock.Mock(mark="3.7.1")),))
+    monkeypatch.setattr(fused_path, "offer", lambda runtime: found)
+    for theirs, mine in (("3.7.1", "3.7.1"), ("3.8.0", ""), ("3.7.1", "3.7.1"), ("", "")):
+        fused_path.follow(runtime, theirs)  # an island that joins a run
+        assert fused_path.mark(runtime) == mine
+    monkeypatch.undo()
     monkeypatch.setenv("ISLAND_FUSED", "yes")
     with pytest.raises(ValueError, match="allowed are 0 and 1"):
         fused_path.offer(runtime)

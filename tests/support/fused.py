@@ -135,6 +135,8 @@ def exchange(name: str, settings: dict[str, Any]) -> None:
         assert len(mine) == len(theirs) > len(SHAPES) and all(map(torch.equal, mine, theirs))
 
 
+# ---- compiled ----------------------------------------------------------------------------------
+
 KERNELS = "accumulate", "select", "code", "pack", "mean"
 POINTERS = {"pointers": "i64", "tensor": "i64", "offset": "i64", "stride": "i64", "bodies": "i64",
     "index": "i16", "codes": "u8", "data": "u8"}  # fmt: skip
@@ -163,6 +165,8 @@ def compiled(arch: int, code: str, topk: int, dct: bool) -> None:
         types |= dict.fromkeys(WHOLE, "i32") | dict.fromkeys(("beta", "gain", "share"), "fp32")
         types |= dict.fromkeys(known, "constexpr")
         taken = {n: types[n] for n in kernel.arg_names}
+        # nothing is compiled anew in a step, for another number
+        assert all(p.do_not_specialize for p in kernel.params if types[p.name] in ("i32", "fp32"))
         given = {(i,): known[n] for i, n in enumerate(kernel.arg_names) if n in known}
         made = triton.compile(
             ASTSource(fn=kernel, signature=taken, constexprs=given),
