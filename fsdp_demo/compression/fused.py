@@ -54,7 +54,9 @@ class FusedBlocks:
     def __init__(self, layout: Layout, channel: Channel, device: torch.device):
         from . import fused_kernels
 
-        self._kernels, self._zero = fused_kernels, torch.zeros(1, device=device)
+        self._kernels = fused_kernels
+        self._fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        self._zero = torch.zeros(1, **self._fp32)
         self.layout, self.channel, self.device = layout, channel, device
         self.codec, self.mark = channel.codec, fused_kernels.triton.__version__
         self._spans = dict(zip(layout.groups, sparse.spans(layout, self.codec), strict=True))
@@ -81,11 +83,12 @@ class FusedBlocks:
             for y in range(box.shape[0])
             for x in range(box.shape[1])
         ]
-        return [upload(t.contiguous(), self.device) for t in torch.tensor(found).unbind(1)]
+        columns = torch.tensor(found, dtype=torch.int64, device="cpu").t().contiguous()
+        return [upload(t, self.device) for t in columns]
 
     def _pair(self, g: Group, inverse: bool) -> list[Tensor]:
         """D_r and D_s^T, or D_r^T and D_s, filled up by zeros to 64 x 64."""
-        out = [torch.zeros(EDGE, EDGE, device=self.device) for _ in range(2)]
+        out = [torch.zeros(EDGE, EDGE, **self._fp32) for _ in range(2)]
         for m, n, turned in zip(out, (g.r, g.s), (inverse, not inverse), strict=True):
             if g.transform:
                 d = matrix(self.codec.transform, n, self.device)
@@ -94,7 +97,7 @@ class FusedBlocks:
 
     def _addresses(self, tensors: Sequence[Tensor | None]) -> Tensor:
         found = [0 if t is None else t.data_ptr() for t in tensors]
-        return upload(torch.tensor(found, dtype=torch.int64), self.device)
+        return upload(torch.tensor(found, dtype=torch.int64, device="cpu"), self.device)
 
     def _run(self, name: str, grid: int, g: Group, *args: Any, **more: Any) -> None:
         """Launch `grid` programs of a kernel, with those of the group's constants that it takes."""
@@ -131,7 +134,7 @@ class FusedBlocks:
         data = torch.empty(size, dtype=torch.uint8, device=device)
         for g in self.layout.groups:
             shape, (begin, *starts) = (g.count, g.k(codec.topk)), self._starts(g)
-            values = torch.empty(shape, device=device)
+            values = torch.empty(shape, **self._fp32)
             codes = torch.empty(shape, dtype=torch.uint8, device=device)
             chosen[g] = torch.empty(shape, dtype=torch.int16, device=device)
             self._run("select", g.count, g, work[g.start * BLOCK :], chosen[g], values)
@@ -180,7 +183,7 @@ class FusedBlocks:
         clip = channel.reducer.clip != "none"
         for g in self.layout.groups:
             first = Window(g, g.start * BLOCK, (g.start + 1) * BLOCK)
-            factors = torch.ones(1, g.count, device=self.device) if clip else None
+            factors = torch.ones(1, g.count, **self._fp32) if clip else None
             for inverse in {False, g.transform}:
                 self.mean([body], first, work, inverse, factors)
             if channel.before_step:
