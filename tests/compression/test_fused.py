@@ -71,6 +71,7 @@ def test_fused_accumulator(source: str) -> None:
     [
         "'demo', {'transform': False, 'topk': 8}",
         "'sparse_loco', {'period': 1, 'topk': 8}",
+        "'decoupled_momentum', {'period': 1, 'topk': 8}",
     ],
 )
 def test_fused_exchange_same_bits(case: str) -> None:
