@@ -55,8 +55,7 @@ class FusedBlocks:
         from . import fused_kernels
 
         self._kernels = fused_kernels
-        self._fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
-        self._zero = torch.zeros(1, **self._fp32)
+        self._zero = torch.zeros(1, dtype=torch.float32, device=device)
         self.layout, self.channel, self.device = layout, channel, device
         self.codec, self.mark = channel.codec, fused_kernels.triton.__version__
         self._spans = dict(zip(layout.groups, sparse.spans(layout, self.codec), strict=True))
@@ -88,7 +87,7 @@ class FusedBlocks:
 
     def _pair(self, g: Group, inverse: bool) -> list[Tensor]:
         """D_r and D_s^T, or D_r^T and D_s, filled up by zeros to 64 x 64."""
-        out = [torch.zeros(EDGE, EDGE, **self._fp32) for _ in range(2)]
+        out = [self._zero.new_zeros(EDGE, EDGE) for _ in range(2)]
         for m, n, turned in zip(out, (g.r, g.s), (inverse, not inverse), strict=True):
             if g.transform:
                 d = matrix(self.codec.transform, n, self.device)
@@ -134,7 +133,7 @@ class FusedBlocks:
         data = torch.empty(size, dtype=torch.uint8, device=device)
         for g in self.layout.groups:
             shape, (begin, *starts) = (g.count, g.k(codec.topk)), self._starts(g)
-            values = torch.empty(shape, **self._fp32)
+            values = torch.empty(shape, dtype=torch.float32, device=device)
             codes = torch.empty(shape, dtype=torch.uint8, device=device)
             chosen[g] = torch.empty(shape, dtype=torch.int16, device=device)
             self._run("select", g.count, g, work[g.start * BLOCK :], chosen[g], values)
@@ -183,7 +182,7 @@ class FusedBlocks:
         clip = channel.reducer.clip != "none"
         for g in self.layout.groups:
             first = Window(g, g.start * BLOCK, (g.start + 1) * BLOCK)
-            factors = torch.ones(1, g.count, **self._fp32) if clip else None
+            factors = self._zero.new_ones(1, g.count) if clip else None
             for inverse in {False, g.transform}:
                 self.mean([body], first, work, inverse, factors)
             if channel.before_step:
