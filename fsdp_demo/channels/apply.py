@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from ..compression.fused import fits
 from ..compression.transform import Transform, make_transform
 from ..compression.windows import ContiguousViews, Window
 from ..config.parts import Applier
-from .decode import DecodedMean
+from .decode import DecodedMean, FusedMean
 from .state import LocalChannel, less
 
 
@@ -51,8 +52,12 @@ def as_gradient(c: LocalChannel, mean: DecodedMean | None, arrival: Arrival) -> 
     """Make the mean, or its signs, the gradient of covered tensors that have one anywhere."""
     assert arrival.present is not None
     sign, targets = c.channel.applier.sign, c.set_gradients(arrival.present)
+    windows = c.windows
+    if isinstance(mean, FusedMean) and c.position.num_copies == 1 and fits(targets):
+        mean.write(targets, sign)
+        windows = [w for w in windows if w.group is None]
     with make_transform(c.channel.codec, c.host.device) as made:
-        deliver(c, mean, targets, made=made, sign=sign)
+        deliver(c, mean, targets, made=made, sign=sign, windows=windows)
 
 
 def replace(
@@ -204,6 +209,7 @@ def deliver(
     wrote: bool = False,
     sign: bool = False,
     only_reads: bool = False,
+    windows: Sequence[Window] | None = None,
 ) -> None:
     """Write the changed mean part by part into `tensors`. Without a mean (a copy that is not
     active) the island's other copies complete the tensors.
@@ -215,6 +221,7 @@ def deliver(
         made: brings the mean to the element domain; None: it stays as it is.
         wrote: note what rounding has added, where the channel keeps `written`.
         sign: write the sign of the values.
+        windows: of these only; None: of all.
     """
     if mean is None:
         c.write(None, tensors)
@@ -222,14 +229,15 @@ def deliver(
     assert c.layout is not None
     alone = c.position.num_copies == 1
     reads = alone and (change is None or only_reads)
-    parts = [part for w in c.windows for part in w.inner]
+    windows = c.windows if windows is None else windows
+    parts = [part for w in windows for part in w.inner]
     room = torch.empty(
         max((part.numel for part in parts), default=0) if alone else c.layout.numel,
         device=c.host.device,
         dtype=torch.float32,
     )
     with ContiguousViews(tensors, back=True) as memory:
-        for w in c.windows:
+        for w in windows:
             inverted = made is not None and w.group is not None and w.group.transform
             there = mean.view(w) if reads and not inverted else None
             found = _decoded(mean, w, room, alone, made) if there is None else _cut(w, there)
@@ -266,6 +274,9 @@ def _decoded(
         terms = mean.terms(window)
     for part in window.inner:
         place = room[: part.numel] if alone else part.of(room)
+        if isinstance(mean, FusedMean) and made is not None and part.group is not None:
+            yield part, mean.fill(part, place, inverse=True)
+            continue
         if terms is None:
             mean.fill(part, place)
         else:

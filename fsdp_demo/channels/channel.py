@@ -20,6 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..compression import fused
 from ..compression.transform import make_transform, transform
 from ..compression.windows import ContiguousViews, Window
 from ..config.channel import Channel
@@ -109,6 +110,7 @@ class ChannelRunner(LocalChannel):
             a number, or a scalar on the device.
         measures: whether `encode` notes the norm of what it encodes, unless that is `plain`.
             square: the last squared norm, of this copy, until it is taken.
+        sections: the form of payloads in each stage; None on a copy that is not active.
         new_vector: makes room for a source that is not accumulated, fp32 [n].
         watches_energy: whether `encode` notes the share of what it encodes that leaves. energy:
             squared norms (fp32 [2], on the device) of the last workspace that was encoded and of
@@ -118,7 +120,7 @@ class ChannelRunner(LocalChannel):
     def __init__(self, channel: Channel, placement: Placement, seed: int = 0):
         super().__init__(channel, placement)
         layout, device = self.layout, self.host.device
-        self._sections = [
+        self.sections = [
             None if layout is None else ChannelCodec(layout, c, self.size, seed, device)
             for _, c in self.stages
         ]
@@ -134,7 +136,7 @@ class ChannelRunner(LocalChannel):
     @property
     def section(self) -> ChannelCodec | None:
         """The form of the payloads that are sent now; None on a copy that is not active."""
-        return self._sections[self._sends]
+        return self.sections[self._sends]
 
     @property
     def plain(self) -> bool:
@@ -192,11 +194,18 @@ class ChannelRunner(LocalChannel):
         common, rates = self._rates()
         # nothing is done to the source before it is transformed
         plain = not (delta or rates or keep is not None or isinstance(self.left_out, Tensor))
+        windows = self.windows
+        if (kernels := self._fused(tensors)) and not (rates or flying or keep is not None):
+            before = (self.anchor if self.written is None else self.written) if delta else None
+            kernels.accumulate(
+                tensors, before, self.accumulator, beta, gain * common, self.left_out
+            )
+            windows = [w for w in windows if w.group is None]
         with (
             ContiguousViews(tensors) as memory,
             make_transform(self.channel.codec, self.host.device) as made,
         ):
-            for part in (part for w in self.windows for part in w.inner):
+            for part in (part for w in windows for part in w.inner):
                 if plain and not self.left_out and made.reads(part, memory):
                     work = part.of(self.accumulator)
                     made.add_from(part, memory, work, beta, gain * common)
@@ -211,6 +220,12 @@ class ChannelRunner(LocalChannel):
                     part.of(keep).copy_(x)
                 x = part.scale(x, rates) if rates else x
                 made.add(part.group, x, part.of(self.accumulator), beta, gain * common)
+
+    def _fused(self, tensors: Sequence[Tensor | None]) -> fused.FusedBlocks | None:
+        """The kernels that read the source where it lies; None: torch's operations do."""
+        here = self.anchor is None or self.anchor.device == self.host.device
+        known = None if self.section is None else self.section.fused
+        return known if here and fused.fits(tensors) else None
 
     def _rates(self) -> tuple[float, list[float]]:
         """With `rate`: the learning rate of all tensors, or 1 and the rate of each."""

@@ -21,12 +21,13 @@ from torch import Tensor
 from ..compression import dense as vectors
 from ..compression import sparse
 from ..compression.blocks import Layout
+from ..compression.fused import FusedBlocks
 from ..compression.selection import seeded
 from ..compression.windows import EDGE, Group
 from ..config.channel import Channel
 from ..config.names import FORMATS
 from ..config.parts import BLOCK
-from .decode import DecodedMean, DenseMean, QuantizedMean, SeededMean, SparseMean
+from .decode import DecodedMean, DenseMean, FusedMean, QuantizedMean, SeededMean, SparseMean
 
 
 class ChannelCodec:
@@ -43,6 +44,7 @@ class ChannelCodec:
         spans: length and code of each of its vectors; empty if indexed.
         gathered: whether it travels in the body.
         taken: the share of the values sent that leaves the accumulator (`Channel.taken`).
+        fused: what codes and decodes blocks in place of torch's operations, if anything does.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class ChannelCodec:
         self._known: tuple[int, dict[Group, Tensor]] | None = None
         # the section that was made last and its positions, until it is subtracted
         self._made: tuple[Tensor, list[Tensor]] | None = None
+        self.fused: FusedBlocks | None = None
         self.gathered = self.codec.indexed or vectors.gathers(self.codec.value_dtype, size)
 
     @property
@@ -95,9 +98,12 @@ class ChannelCodec:
         """Select and code a workspace (not changed): the section of the body uint8 [num_bytes], or
         None and the vectors fp32, which may be the workspace itself."""
         if self.codec.indexed:
-            chosen: list[Tensor] | None = [] if self.taken else None
-            body = sparse.encode_sparse(self.layout, self.codec, work, chosen)
-            self._made = None if chosen is None else (body, chosen)
+            chosen: list[Tensor] = []
+            if self.fused is not None:
+                body, chosen = self.fused.encode(work)
+            else:
+                body = sparse.encode_sparse(self.layout, self.codec, work, chosen)
+            self._made = (body, chosen) if self.taken else None
             return body, []
         parts = self._vectors(work, step)
         if not self.gathered:
@@ -180,6 +186,8 @@ class ChannelCodec:
     ) -> DecodedMean:
         if self.codec.indexed:
             reducer = self.channel.reducer
+            if self.fused is not None and bodies and all(w == 1.0 for w in weights) and not known:
+                return FusedMean(self.fused, bodies)
             return SparseMean(self.layout, self.codec, reducer, bodies, weights, known)
         if not self.codec.seeded:
             return QuantizedMean(self.layout, self.codec.value_dtype, bodies, weights)

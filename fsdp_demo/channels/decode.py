@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ..compression import dense as vectors
-from ..compression import sparse
+from ..compression import formats, sparse
 from ..compression.blocks import Layout
+from ..compression.fused import FusedBlocks
 from ..compression.windows import Group, Window, stretches, upload
 from ..config.parts import BLOCK, Codec, Reducer
 
@@ -223,6 +224,35 @@ class SparseMean(DecodedMean):
         return self._dense
 
 
+class FusedMean(SparseMean):
+    """The same mean of sections of equal weight, with blocks decoded by `fused`."""
+
+    def __init__(self, fused: FusedBlocks, bodies: Sequence[Tensor]):
+        codec, reducer = fused.codec, fused.channel.reducer
+        super().__init__(fused.layout, codec, reducer, bodies, [1.0] * len(bodies))
+        self._fused, self._factors = fused, dict[Group, Tensor]()
+        for g, coded in self._coded.items() if reducer.clip == "median_norm" else ():
+            found = formats.decode_rows(
+                codec.value_dtype, coded.values, g.count, g.k(codec.topk), 0, g.count
+            )
+            self._factors[g] = _factors(found)
+
+    def terms(self, window: Window) -> None:
+        return None
+
+    def fill(self, window: Window, out: Tensor, inverse: bool = False) -> Tensor:
+        if window.group is None:
+            return super().fill(window, out)
+        self._fused.mean(self.bodies, window, out, inverse, self._factors.get(window.group))
+        return out
+
+    def write(self, tensors: Sequence[Tensor | None], sign: bool) -> None:
+        """Write all blocks in the element domain, or their signs, into tensors (`fused.fits`)."""
+        for g in self.layout.groups:
+            window, factors = self.layout.whole(g), self._factors.get(g)
+            self._fused.mean(self.bodies, window, None, True, factors, tensors, sign)
+
+
 class QuantizedMean(DecodedMean):
     """The mean of whole vectors that were gathered in a code (`compression/dense.py`)."""
 
@@ -302,9 +332,14 @@ class SeededMean(DecodedMean):
 
 
 def _clipped(found: Tensor) -> Tensor:
-    """Scale each replica's values of a block [R, n, k] by min(1, median / norm), the median being
-    that of the replicas' norms of that block (the mean of the middle two of an even number)."""
+    """Scale each replica's values of a block [R, n, k] to the median norm at most."""
+    return found * _factors(found)[:, :, None]
+
+
+def _factors(found: Tensor) -> Tensor:
+    """min(1, median / norm) of each replica's values of a block, fp32 [R, n], the median being that
+    of the replicas' norms of that block (the mean of the middle two of an even number)."""
     norms = found.norm(dim=2)
     ordered = norms.sort(0).values
     median = (ordered[(len(found) - 1) // 2] + ordered[len(found) // 2]) / 2
-    return found * torch.where(norms > median, median / norms, 1.0)[:, :, None]
+    return torch.where(norms > median, median / norms, 1.0)

@@ -231,6 +231,10 @@ class Layout:
             out.append(Window(None, base + lo, base + hi, rows=rows))
         return out
 
+    def whole(self, group: Group) -> Window:
+        """A window of all blocks of a group."""
+        return self._window(group, group.start, group.stop)
+
     def _window(self, group: Group, lo: int, hi: int) -> Window:
         """Slots lo..hi of a group."""
         boxes = []

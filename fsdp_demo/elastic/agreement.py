@@ -109,6 +109,8 @@ def unlike_runs(there: str, here: str, what: str) -> str:
         cure = "set the same rates on all islands, and step schedulers as far as exchange.step"
     elif field.startswith("optimizer"):
         cure = "make the same optimizers with the same settings on all islands"
+    elif field == "fused":
+        cure = "set ISLAND_FUSED=1 where the same Triton and a C compiler are installed"
     elif field.startswith("must_match"):
         cure = "start all islands with the same arguments"
     else:

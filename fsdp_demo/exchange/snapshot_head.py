@@ -15,7 +15,7 @@ from ..channels.channel import ChannelRunner
 from ..elastic import agreement
 from ..peers.join_messages import Listed, from_bytes
 from ..version import __version__
-from . import run_specification
+from . import fused_path, run_specification
 from .run_specification import Described
 from .runtime import StepRuntime
 from .watch import Kept
@@ -115,6 +115,7 @@ class SnapshotHead(Struct, frozen=True):
         facts: of the run. parameters: as `run_specification.described`.
         states: names of the optimizer states that come with it.
         tensors: name, dtype and elements of each tensor that comes, in their order.
+        fused: mark of the donor's fused kernels; empty: it has none.
     """
 
     format: int
@@ -127,6 +128,7 @@ class SnapshotHead(Struct, frozen=True):
     states: list[str]
     stand: DonorPosition
     tensors: list[tuple[str, str, int]]
+    fused: str = ""
 
 
 class WrittenHead(Struct):
@@ -191,6 +193,7 @@ def write(
         states=states(runtime),
         stand=stand,
         tensors=list(tensors),
+        fused=fused_path.mark(runtime),
     )
 
 
@@ -233,6 +236,9 @@ def read(runtime: StepRuntime, told: Mapping[str, Any], data: Tensor) -> Snapsho
         for k, v in place(runtime).items()
         if where.get(k) != v
     ]
+    fused_path.follow(runtime, head.fused)
+    if (mark := fused_path.mark(runtime)) != head.fused:
+        must.append(f"fused: {mark or 'none'} here, {head.fused:.20} there")
     if must:
         raise refuse("; ".join(must[:6]))
     if what := run_specification.tensors_apart(runtime.host.params, head.parameters):

@@ -21,7 +21,7 @@ from ..errors import counted, first_few, see
 from ..hosts.base import foreign_tensors
 from ..peers.header import SETUP
 from ..rendezvous.island import IslandGroup
-from . import resume, run_specification
+from . import fused_path, resume, run_specification
 from .first_step import bytes_of, shared_tensors, write_bytes
 from .runtime import StepRuntime
 
@@ -85,11 +85,13 @@ class StartPoint(NamedTuple):
         applied: of its saved state, the step of the last message that each channel has applied
             (`StepRuntime.applied`); None without a state.
         rows: that it trains in a step; 0 where no batch was told.
+        fused: the mark of its fused kernels; empty: it has none.
     """
 
     step: int
     applied: dict[str, int] | None
     rows: int
+    fused: str = ""
 
 
 def come_together(
@@ -104,13 +106,15 @@ def come_together(
     Returns:
         The donor's index, and whether any replica resumes, from a step or with messages under way.
     """
-    own = start.point(runtime.topology.world)
+    kernels = fused_path.offer(runtime)
+    own = start.point(runtime.topology.world)._replace(fused=kernels.mark)
     found = agree_on_run(runtime, start.facts, own)
     if runtime.peers is not None:
         runtime.peers.agree_on(runtime.config.digest())
-    donor, furthest, apart, unlike, goes_on, rows, rows_differ = (
+    donor, furthest, apart, unlike, goes_on, rows, rows_differ, by_torch = (
         int(v) for v in runtime.island.max(*map(float, found))
     )
+    fused_path.settle(runtime, kernels, not by_torch)
     runtime.note_rows(rows, bool(rows_differ))
     runtime.queue.watch.unlike = bool(unlike)
     runtime.go_to(own.step if apart else furthest)
@@ -178,6 +182,7 @@ class Agreed(NamedTuple):
         goes_on: the furthest resumes from a state.
         rows: of all islands in a step; 0 where one did not say. rows_differ: an island trains more
             than another.
+        by_torch: not every island has the same fused kernels.
     """
 
     donor: int
@@ -187,6 +192,7 @@ class Agreed(NamedTuple):
     goes_on: bool
     rows: int
     rows_differ: bool
+    by_torch: bool
 
 
 def agree_on_run(runtime: StepRuntime, told: Mapping[str, Any], own: StartPoint) -> Agreed:
@@ -200,7 +206,8 @@ def agree_on_run(runtime: StepRuntime, told: Mapping[str, Any], own: StartPoint)
     """
     peers, host = runtime.peers, runtime.host
     if peers is None or peers.size == 1:
-        return Agreed(0, own.step, False, False, own.applied is not None, own.rows, False)
+        resumes, lacks = own.applied is not None, not own.fused
+        return Agreed(0, own.step, False, False, resumes, own.rows, False, lacks)
     unlike = agreement.agree(peers, run_specification.specification(runtime.config, host, told))
     run_specification.agree_on_tensors(peers, host.params)
     everyone = [StartPoint(*theirs) for theirs in agreement.gather_json(peers, own)]
@@ -218,6 +225,7 @@ def agree_on_run(runtime: StepRuntime, told: Mapping[str, Any], own: StartPoint)
         goes_on=max(resume)[1],
         rows=sum(rows) if all(rows) else 0,
         rows_differ=all(rows) and len(set(rows)) > 1,
+        by_torch=not own.fused or len({e.fused for e in everyone}) > 1,
     )
 
 

@@ -51,6 +51,7 @@ VARIABLES = {
     "too",
     "ISLAND_REMOTE": "address of a store of objects (s3://bucket/run) that gets a copy of every "
     "checkpoint",
+    "ISLAND_FUSED": "1: compression on a GPU by fused kernels, see docs/performance.md",
     "ISLAND_LAUNCHED": "when the launch began, in seconds since the epoch (set by launchers)",
 }
 """All variables of this package, and what they say."""
@@ -173,6 +174,14 @@ def resumes(env: Mapping[str, str]) -> bool:
         raise ValueError(f"ISLAND_RESUME={wish!r}: allowed is auto, or leave it out")
     starts = ("ISLAND_ATTEMPT", "TORCHELASTIC_RESTART_COUNT")
     return bool(wish) or any(whole(env, name, 0) > 0 for name in starts)
+
+
+def fused(env: Mapping[str, str]) -> bool:
+    """Whether ISLAND_FUSED asks for fused kernels."""
+    wish = env.get("ISLAND_FUSED", "").strip()
+    if wish not in ("", "0", "1"):
+        raise ValueError(f"ISLAND_FUSED={wish!r}: allowed are 0 and 1")
+    return wish == "1"
 
 
 _said: set[str] = set()  # warnings that a process gives once
