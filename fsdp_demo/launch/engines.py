@@ -207,9 +207,9 @@ def told(engine: str, env: Variables, command: list[str]) -> tuple[dict[str, str
 
 def _nodes(place: Place, env: Variables) -> dict[str, str]:
     """PET_*, as torchrun reads them, of this node."""
-    main, port = "127.0.0.1", place.port
+    main, port = "127.0.0.1", whole(env, "PET_MASTER_PORT", place.port)
     if place.nodes > 1:
-        main, port = env.get("PET_MASTER_ADDR") or place.main, whole(env, "PET_MASTER_PORT", port)
+        main = env.get("PET_MASTER_ADDR") or place.main
     if not main:
         found = f"an island of {place.nodes} nodes, but no address of its first node"
         raise ValueError(f"{found}: set PET_MASTER_ADDR by hand")
