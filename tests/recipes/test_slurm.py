@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -83,9 +84,14 @@ class Run:
 
 
 @pytest.fixture
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
-    """A cluster of as many nodes as the test asks for."""
-    with closing(Cluster(tmp_path / "slurm", request.param)) as slurm:
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    """A cluster of as many nodes as the test asks for, in a folder whose name is short: Slurm makes
+    Unix sockets there, whose paths have at most 107 bytes.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder,
+        closing(Cluster(Path(folder) / "slurm", request.param)) as slurm,
+    ):
         for n in range(request.param):
             slurm.give(f"node{n}")
         yield Run(slurm)
