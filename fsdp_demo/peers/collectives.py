@@ -194,7 +194,7 @@ def _mean_in_threads(shares: list[Tensor], out: Tensor) -> None:
     """The mean of `shares` fp32 [n], added in order, in `out`, by the processors that this rank may
     use, four at most: one alone is slower than the memory.
     """
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
     processors = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     threads = max(1, min(4, processors // ranks, len(out) // THREADED))
 
