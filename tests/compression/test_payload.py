@@ -4,20 +4,16 @@ by hand.
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from fsdp_demo.compression import sparse
 from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.config.parts import Codec
-from fsdp_demo.peers import header as frame
 
 from ..oracles import quantise as slow_values
 from ..oracles import topk as slow_topk
 from ..oracles import wire as slow_wire
-from ..support.sealed import seal, unseal
 from ..support.sections import decode_sparse
 from ..support.transforms import random, transform
 from .test_codecs_oracle import slots
@@ -77,16 +73,6 @@ def test_payload_empty():
     data = sparse.encode_sparse(layout, Codec("dct", "topk"), layout.new("cpu"))
     positions, found, dense = decode_sparse(layout, Codec("dct", "topk"), data)
     assert (len(data), len(positions), len(found), len(dense)) == (0, 0, 0, 0)
-
-
-def test_header_round_trip():
-    """A header and its body come back."""
-    header = frame.Header(digest=2**64 - 1, step=2**32 - 1, weight=0.25, loss=float("nan"))
-    got, body = unseal(seal(header, torch.arange(7, dtype=torch.uint8)), header, "island 1")
-    assert body.tolist() == list(range(7))
-    assert got.weight == 0.25
-    assert math.isnan(got.loss)
-    assert got.flags == 0
 
 
 def test_payload_golden_bytes():
