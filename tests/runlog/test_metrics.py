@@ -1,4 +1,4 @@
-"""Metrics have one name each, in the table of docs/metrics.md and in every tracker."""
+"""Metrics have one name each, in the table of docs/metrics.md."""
 
 from __future__ import annotations
 
