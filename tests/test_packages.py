@@ -30,7 +30,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("fsdp_demo.automatic",),
     ("fsdp_demo.attaching",),
     ("fsdp_demo",),
-    ("fsdp_demo.tools.report", "fsdp_demo.tools.inspect"),
+    ("fsdp_demo.tools.report", "fsdp_demo.tools.inspect", "fsdp_demo.tools.inspect_words"),
     ("fsdp_demo.integrations", "fsdp_demo.launch", "deepspeed_ext"),
     ("fsdp_demo.commands", "fsdp_demo.launch.site"),
     ("fsdp_demo.cli",),

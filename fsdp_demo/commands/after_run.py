@@ -62,7 +62,7 @@ def add_inspect(commands: Commands) -> None:
 def inspect(args: argparse.Namespace) -> int:
     """Say what a checkpoint, or every checkpoint of a run, holds; 1 if one of them is not whole."""
     from ..tools.inspect import inspect as look
-    from ..tools.inspect import overview, text
+    from ..tools.inspect_words import overview, text
 
     found = look(args.checkpoint)
     if args.json:
