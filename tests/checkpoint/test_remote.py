@@ -207,6 +207,8 @@ def test_remote_cut_off_anywhere(tmp_path, store, scheme):
         def before(what, key, left=left, thread=dead.copies.uploads):
             if left[0] == 0:
                 thread._superseded = "dead"
+                with thread._changed:
+                    thread._changed.notify_all()
                 raise OSError("dead")
             left[0] -= 1
 
