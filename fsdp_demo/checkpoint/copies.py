@@ -7,14 +7,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..status import end_within, seconds_left
 from . import folders
 from .local import LocalFolder
 from .registry import CheckpointRegistry
 from .remote import Remote
 from .uploads import Uploads
-
-LONG = 1e6  # seconds, for those that were not told to end
 
 MORE = 2
 """Local checkpoints beyond `keep` that rotation spares while they wait for their upload."""
@@ -69,14 +66,3 @@ class RemoteCopies:
         need not wait for their upload."""
         stay = self.uploads.spared(gone, max(keep + MORE - there + len(gone), 0))
         return [step for step in gone if step not in stay]
-
-
-def upload_rest(copies: Sequence[RemoteCopies]) -> None:
-    """Upload what is not, until ISLAND_STOP is over. All ranks of the replica come together: a
-    launcher ends the others when the first one ends.
-    """
-    ranks = copies[0].remote.ranks
-    end_within(-ranks.max(-min(seconds_left(), LONG))[0])
-    for each in copies:
-        each.uploads.flush()
-    ranks.any(False)

@@ -19,16 +19,18 @@ from ..exchange import summary
 from ..peers.votes import Ranks
 from ..rendezvous import environment
 from ..rendezvous.topology import Topology
-from ..status import before_leaving
+from ..status import before_leaving, end_within, seconds_left
 from . import folders
 from .choice import HeldCheckpoint, superfluous
-from .copies import RemoteCopies, upload_rest
+from .copies import RemoteCopies
 from .folders import place
 from .local import LocalFolder
 from .registry import CheckpointRegistry
 from .sharded_state import cpu_group
 
 log = logging.getLogger("fsdp_demo")
+
+LONG = 1e6  # seconds, for those that were not told to end
 
 LAST_FAILURE = 3
 """Saves that may fail one after the other; this one raises."""
@@ -275,20 +277,23 @@ class CheckpointManager:
         """
         try:
             self.wait()
-            if copies := self._all_copies():
-                upload_rest(copies)
+            if self.copies is not None:
+                end_within(-self.ranks.max(-min(seconds_left(), LONG))[0])
+                self._flush()
+                self.ranks.any(False)
         except Exception as error:  # it is saved here
             log.warning("%s: the last uploads have failed: %s", self.topology.name, error)
 
-    def _all_copies(self) -> list[RemoteCopies]:
-        return [copies for _, copies in self._places.values() if copies is not None]
+    def _flush(self) -> None:
+        for _, copies in self._places.values():
+            if copies is not None:
+                copies.uploads.flush()
 
     def close(self) -> None:
         """Wait, and end the thread and the connection."""
         try:
             self.wait()
-            for copies in self._all_copies():
-                copies.uploads.flush()
+            self._flush()
         finally:
             if self._worker is not None:
                 self._worker.shutdown()
