@@ -257,16 +257,6 @@ def test_positions_damaged_section_inside_workspace(seed: int) -> None:
         assert torch.equal(places // BLOCK, right // BLOCK)  # each in its own block
 
 
-def test_positions_damage_stays_in_window() -> None:
-    """Damage in one window does not reach another."""
-    f, index = shortest_form(BLOCK, 32), chosen(16, BLOCK, 32)
-    planes = sparse.encode_positions(f, index)
-    for plane, size in zip(planes, f.planes, strict=True):
-        plane[8 * size // 8 :] = 0xFF
-    part = [p[: 8 * n // 8] for p, n in zip(planes, f.planes, strict=True)]
-    assert torch.equal(sparse.decode_positions(f, part, 8), index[:8])
-
-
 # ---- the oracle of speed -----------------------------------------------------------------------
 
 
