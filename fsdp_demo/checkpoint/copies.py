@@ -19,7 +19,7 @@ MORE = 2
 
 class RemoteCopies:
     """The copies of `local` in the folder `url` of a store. All ranks of the replica make it, and
-    call its methods, together.
+    call its methods but `unneeded`, together.
 
     Args:
         name: of this replica's own place below `url`.
@@ -40,9 +40,7 @@ class RemoteCopies:
                 self.uploads.add(step, folder)
 
     def bring(self, step: int) -> Path | None:
-        """Write a step here as by a save, where it is newer there; None: it is not.
-        Raises OSError.
-        """
+        """Write a step here as by a save, where it is newer there; else None. Raises OSError."""
         path = self.remote.origin.get(step)
         if path is None:
             return None
