@@ -10,7 +10,7 @@ transformer learns the sources of this repository.
 
 Nanoseconds per position, CPU time of one pinned thread, medians of rounds in which all forms take
 turns, as many positions at once as the library codes (`windows.CODED`). The form up to wire version
-3, 12 bits each, is in tests/oracles/twelve_bits.py. Both also with the values beside them, in int8.
+3, 12 bits each, is `pack12`. Both also with the values beside them, in int8.
 """
 
 from __future__ import annotations
@@ -38,11 +38,30 @@ from benchmarks.hotpath import Ours, pin, silent  # noqa: E402
 from fsdp_demo import preset  # noqa: E402
 from fsdp_demo.compression import blocks, formats, sparse, windows  # noqa: E402
 from fsdp_demo.config.parts import BLOCK, Codec  # noqa: E402
-from tests.oracles import twelve_bits  # noqa: E402
 
 TOPK = (8, 16, 32, 64, 90)
 GOALS = {("int8", 32): 2.2, ("int8", 64): 2.0, ("1bit", 32): 1.3, ("1bit", 90): 1.1}
 CODES = ("int8", "2bit", "1bit")
+
+
+def pack12(index: Tensor) -> Tensor:
+    """Pack numbers 0..4095 into uint8 [ceil(1.5 n)]: a, b -> a & 255, a >> 8 | (b & 15) << 4, b >>
+    4; an odd last one is padded by 0.
+    """
+    flat = index.reshape(-1)
+    if flat.numel() % 2:
+        flat = torch.cat([flat, flat.new_zeros(1)])
+    a, b = flat.view(-1, 2).unbind(1)
+    packed = torch.stack([a & 255, (a >> 8) | ((b & 15) << 4), b >> 4], 1).to(torch.uint8).view(-1)
+    return packed[: (3 * index.numel() + 1) // 2]
+
+
+def unpack12(data: Tensor, n: int) -> Tensor:
+    """The inverse of `pack12`: int64 [n]."""
+    if data.numel() % 3:
+        data = torch.cat([data, data.new_zeros(1)])
+    x, y, z = data.to(torch.int64).view(-1, 3).unbind(1)
+    return torch.stack([x | ((y & 15) << 8), (y >> 4) | (z << 4)], 1).view(-1)[:n]
 
 
 def uniform(k: int, rows: int) -> Tensor:
@@ -78,11 +97,11 @@ def timed(k: int, repeat: int) -> dict[str, float]:
     """Nanoseconds per position of every form."""
     rows = max(windows.CODED // k // blocks.WINDOW, 1) * blocks.WINDOW
     index, values, form = uniform(k, rows), torch.randn(rows, k), sparse.shortest_form(BLOCK, k)
-    packed, planes = twelve_bits.pack12(index), sparse.encode_positions(form, index)
+    packed, planes = pack12(index), sparse.encode_positions(form, index)
     coded, count = formats.encode("int8", values), rows * k
     forms: dict[str, Callable[[], Any]] = {
-        "encode12": lambda: twelve_bits.pack12(index),
-        "decode12": lambda: twelve_bits.unpack12(packed, count),
+        "encode12": lambda: pack12(index),
+        "decode12": lambda: unpack12(packed, count),
         "encode": lambda: sparse.encode_positions(form, index),
         "decode": lambda: sparse.decode_positions(form, planes, rows),
         "encode_values": lambda: formats.encode("int8", values),

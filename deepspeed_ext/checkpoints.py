@@ -168,28 +168,25 @@ class _Followed(ReplicaCheckpoints):
             ValueError: no checkpoint in common, one that is damaged, or of another preset or model.
             PeerLost: replicas that did not come in time.
         """
-        topology = self.exchange.topology
-        manager = self._manager(root)
-        folder = manager.root
+        topology, manager = self.exchange.topology, self._manager(root)
         if self.exchange.newcomer:  # all that lies here is older than what the others have
             if self.first:
                 log.info("%s has joined a run under way: no checkpoint is loaded", topology.name)
             manager.own()
             return None, {}
         if self.exchange.finished:  # nobody to agree with
-            return self.load_from(folder, tag, options)
+            return self.load_from(manager.root, tag, options)
         point, plain = self._choose(manager, root, tag)
         if plain:
             return self._load(manager, root / plain, None, False, options)
         if point is None:
-            return self.load_from(folder, tag, options)
+            return self.load_from(manager.root, tag, options)
         if point.tells and options["load_module_only"]:
             raise NeedsDecision(
                 "load_module_only: no replica takes over weights alone, and some see no "
                 "checkpoint: copy the folder of one replica there"
             )
-        place = point.folder
-        if place is None:
+        if (place := point.folder) is None:
             return self._take_over(manager, tag or f"global_step{point.step}")
         manager.verify(place)
         saved = self.world.together(lambda: load_exchange(place / PARTS), READS)
@@ -299,9 +296,8 @@ class _Followed(ReplicaCheckpoints):
         """
         held = manager.held(tag or "")
         plain = self.ranks.from_first(lambda: _plain(root, manager.root, tag))
-        seen = sorted({h.step for h in held})
-        note = {"tag": tag, "seen": seen, "plain": plain, "damaged": manager.damaged}
-        notes = manager.registry.meet(note)
+        seen = {"seen": sorted({h.step for h in held}), "plain": plain}
+        notes = manager.registry.meet({"tag": tag, **seen, "damaged": manager.damaged})
         if len({n["tag"] for n in notes}) > 1:
             both = ", ".join(f"{n['name']}: {n['tag']!r}" for n in notes)
             raise NeedsDecision(

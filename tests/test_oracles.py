@@ -83,14 +83,6 @@ def test_oracle_int8_by_hand():
     assert coded(1.0, -1.0) == ([float(torch.tensor(1 / 127).bfloat16())], [127, 256 - 127])
 
 
-def test_oracle_pack12():
-    """Numbers of 12 bits have the documented bytes and read back."""
-    assert wire.pack12([0xABC, 0x123]) == bytes([0xBC, 0x3A, 0x12])
-    numbers = [0, 4095, 1, 2048, 77]
-    assert wire.unpack12(wire.pack12(numbers), 5) == numbers
-    assert len(wire.pack12(numbers)) == 8  # 60 bits
-
-
 def test_oracle_positions_by_hand():
     """Positions have the bytes worked out by hand. Of 64: 5, 8 and 63 with 2 low bits would take 6
     + 6 + 6 bits, as numbers 18, too.

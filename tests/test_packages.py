@@ -7,6 +7,7 @@ Read from the sources (`ast`), so imports inside functions and under TYPE_CHECKI
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,7 +31,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("fsdp_demo.automatic",),
     ("fsdp_demo.attaching",),
     ("fsdp_demo",),
-    ("fsdp_demo.tools.report", "fsdp_demo.tools.inspect"),
+    ("fsdp_demo.tools.report", "fsdp_demo.tools.inspect", "fsdp_demo.tools.inspect_words"),
     ("fsdp_demo.integrations", "fsdp_demo.launch", "deepspeed_ext"),
     ("fsdp_demo.commands", "fsdp_demo.launch.site"),
     ("fsdp_demo.cli",),
@@ -49,21 +50,23 @@ def modules(root: Path) -> dict[str, Path]:
     }
 
 
-def arrows(root: Path) -> Iterator[tuple[str, str, int]]:
+@functools.cache
+def arrows(root: Path) -> list[tuple[str, str, int]]:
     """(module, what it imports, line). The packages above what is imported count as well, but for
     one's own and `fsdp_demo` itself.
     """
-    known = modules(root)
+    known, found = modules(root), list[tuple[str, str, int]]()
     for name, file in known.items():
         package = name if file.name == "__init__.py" else name.rpartition(".")[0]
         for line, target in imported(file, package):
             there = target if target in known else target.rpartition(".")[0]
             if there in known and there != name:
-                yield name, there, line
+                found.append((name, there, line))
             parts = there.split(".")
             for above in (".".join(parts[:n]) for n in range(2, len(parts))):
                 if above in known and not f"{name}.".startswith(f"{above}."):
-                    yield name, above, line
+                    found.append((name, above, line))
+    return found
 
 
 def imported(file: Path, package: str) -> Iterator[tuple[int, str]]:

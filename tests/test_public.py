@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import doctest
+import functools
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,13 +129,29 @@ def test_public_import_without_fsdp2() -> None:
     fresh_python(program)
 
 
-def docstrings() -> Iterator[tuple[Path, str]]:
+@functools.cache
+def docstrings() -> list[tuple[Path, str]]:
     """All docstrings of the package, the recipes and the benchmarks, with their files."""
-    for folder in ("fsdp_demo", "deepspeed_ext", "recipes", "benchmarks"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
-                    yield path, ast.get_docstring(node) or ""
+    tops = ("fsdp_demo", "deepspeed_ext", "recipes", "benchmarks")
+    return [
+        (path, ast.get_docstring(node) or "")
+        for path in sorted(path for top in tops for path in (ROOT / top).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+    ]
+
+
+REFERENCE = re.compile(r"See [`\w][^.]*(?:\.\w+[^.]*)*\.?")
+
+
+def test_public_docstrings_are_not_only_references() -> None:
+    """No docstring only sends the reader on."""
+    for path, text in docstrings():
+        assert "benchmarks" in path.parts or not REFERENCE.fullmatch(" ".join(text.split())), path
+    for text in ("See `Coder.encode`.", "See `Host.load` of hosts/base.py"):
+        assert REFERENCE.fullmatch(text)
+    for text in ("See `Coder.encode`. The scales are bf16.", "The inverse of `encode`."):
+        assert not REFERENCE.fullmatch(text)
 
 
 def test_public_examples_are_code() -> None:

@@ -30,10 +30,13 @@ def run(script: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
 
 def test_benchmark_of_positions() -> None:
     """The benchmark of positions prints the bytes of each form. Bytes are those of the form; gaps
-    of equal length have a Rice code by hand.
+    of equal length have a Rice code by hand, and 12 bits each the bytes by hand.
     """
     from benchmarks import positions as bench
 
+    packed = bench.pack12(torch.tensor([0xABC, 0x123, 7]))
+    assert bytes(packed.tolist()) == bytes([0xBC, 0x3A, 0x12, 7, 0])
+    assert bench.unpack12(packed, 3).tolist() == [0xABC, 0x123, 7]
     assert bench.section_bytes("int8", 64, rows=8) == (2 + 64 + 491 / 8) / 64
     # 63 are passed each time: 6 low bits, and a one
     even = torch.arange(63, 4096, 64).expand(4, 64)

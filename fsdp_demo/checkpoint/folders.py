@@ -208,6 +208,16 @@ def put_aside(root: Path, step: int, given_up: bool = False) -> list[str]:
     return names
 
 
+def adopt(root: Path) -> None:
+    """Delete saves that were cut off, and take back what was put aside."""
+    for half in root.glob(f"*/{UNFINISHED}"):
+        if (half.parent / MANIFEST).exists():
+            half.unlink(missing_ok=True)  # gone: of a link
+        else:
+            remove(half.parent)
+    take_back(root)
+
+
 def take_back(root: Path) -> list[str]:
     """Make checkpoints that were put aside valid again: the life that did so made no checkpoint
     that all islands hold. Returns their names.

@@ -14,27 +14,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import NeedsDecision, NotFinite, NotSaveable, Superseded, see
+from ..errors import NeedsDecision, NotFinite, NotSaveable, see
 from ..exchange import summary
 from ..peers.votes import Ranks
 from ..rendezvous import environment
 from ..rendezvous.topology import Topology
 from ..status import before_leaving, end_within, seconds_left
 from . import folders
-from .choice import HeldCheckpoint, look, superfluous
-from .files import OTHER
-from .folders import MANIFEST, NEWER, Fence, misfits, place
+from .choice import HeldCheckpoint, superfluous
+from .copies import RemoteCopies
+from .folders import place
+from .local import LocalFolder
 from .registry import CheckpointRegistry
-from .remote import Remote
 from .sharded_state import cpu_group
-from .uploads import Uploads
 
 log = logging.getLogger("fsdp_demo")
 
 LONG = 1e6  # seconds, for those that were not told to end
-
-MORE = 2
-"""Local checkpoints beyond `keep` that rotation spares while they wait for their upload."""
 
 LAST_FAILURE = 3
 """Saves that may fail one after the other; this one raises."""
@@ -79,7 +75,7 @@ class CheckpointManager:
         ValueError: `root` is such an address; what opens `remote` is not installed.
 
     Attributes:
-        remote: the copies of this replica; None: there are none.
+        copies: of `root`, in a store of objects; None: there are none.
         group: process group of the replica's ranks over CPU tensors; None: a single rank.
         ranks: the words between the ranks of this replica, over that group.
         registry: where the islands ask each other.
@@ -120,13 +116,10 @@ class CheckpointManager:
         self.rotates, self.damaged = rotates, ""
         self.best: int | None = None
         self.failed_saves = self._failed_in_a_row = 0
-        self._fences: dict[Path, Fence] = {}
         self._worker: ThreadPoolExecutor | None = None
         self._pending: Future[bool] | None = None
-        self._remotes: dict[Path, tuple[Remote, Uploads]] = {}
-        self.remote: Remote | None = None
-        self.uploads: Uploads | None = None
         self._url = environment.remote(os.environ if remote is None else {"ISLAND_REMOTE": remote})
+        self._places: dict[Path, tuple[LocalFolder, RemoteCopies | None]] = {}
         self._name, self._saves = name, 0
         if self._url:
             before_leaving(self.upload_rest)
@@ -143,19 +136,12 @@ class CheckpointManager:
         self.root, self.common = root, -1
         self._made: set[int] = set()
         self._loaded: int | None = None
-        fence = Fence(root, self.topology.run, self.topology.name)
-        self._fence = self._fences.setdefault(root, fence)
-        disk = folders.sharers(root, self.ranks)
-        self._number, self._sharers = disk.index(self.ranks.rank), len(disk)
-        if self._url and root not in self._remotes:
+        if root not in self._places:
+            local = LocalFolder(root, self.topology, self.ranks)
             url = f"{self._url.rstrip('/')}/{below}"
-            remote = Remote(url, self._name, self.topology, self.ranks, disk)
-            self._remotes[root] = remote, Uploads(remote)
-        self.remote, self.uploads = self._remotes.get(root, (None, None))
-
-    def _once_per_disk(self, work: Callable[[], Any], ranks: Ranks | None = None) -> None:
-        """Let the first rank on each disk do something. All `ranks` come together."""
-        (ranks or self.ranks).together(lambda: self._number or work(), str(self.root))
+            copies = RemoteCopies(url, self._name, local) if self._url else None
+            self._places[root] = local, copies
+        self._local, self.copies = self._places[root]
 
     def spare(self, step: int | None) -> None:
         """Let rotation spare this step from now on (`best`)."""
@@ -167,10 +153,10 @@ class CheckpointManager:
 
     def whole(self) -> dict[int, Path]:
         """The checkpoints whose manifest fits the sizes of the files, by step, ascending."""
-        return {step: path for step, path in folders.found(self.root) if not misfits(path)}
+        return self._local.whole()
 
     def held(self, name: str = "") -> list[HeldCheckpoint]:
-        """What the replica can resume from, the same list on all its ranks, `remote` included. What
+        """What the replica can resume from, the same list on all its ranks, `copies` included. What
         is not complete is named in the log, and what is of a newer release refused.
 
         Args:
@@ -179,62 +165,16 @@ class CheckpointManager:
         Raises:
             OSError: `remote` does not answer within ISLAND_TIMEOUT.
         """
-        notes, generations = self._here(name)
-        if self.remote is not None:
-            notes = self.remote.merge(notes, generations, name)
+        notes, generations, self.damaged = self._local.notes(name, self.copies is not None)
+        if self.copies is not None:
+            notes = self.copies.remote.merge(notes, generations, name)
         return [HeldCheckpoint(*note) for note in notes]
-
-    def _here(self, name: str = "") -> tuple[list[list[Any]], dict[int, str]]:
-        """Notes of what is whole in the folders, on all disks, and the generations by step, as far
-        as somebody asks for them."""
-        notes, self.damaged = self.ranks.from_first(lambda: self._held(name))
-        if self.remote is None and self._sharers == self.ranks.world:
-            return notes, {}
-
-        def look() -> list[Any]:
-            return [[step, folders.generation(folder)] for step, folder in self.whole().items()]
-
-        there = self.ranks.everyone(self.ranks.together(look, str(self.root)))
-        if self._sharers < self.ranks.world:  # nodes with a disk each
-            common = [pair for pair in there[0] if all(pair in pairs for pairs in there)]
-            lacking = [n[0] for n in notes if not any(n[0] == step for step, _ in common)]
-            if lacking:
-                self.damaged += f"{self.root}: steps {lacking} are not whole on the disk of a node"
-                notes = [note for note in notes if note[0] not in lacking]
-        return notes, dict(there[0])
-
-    def _held(self, name: str = "") -> tuple[list[list[Any]], str]:
-        """Notes of `held`, and what is left out."""
-        out: dict[int, HeldCheckpoint] = {}
-        bad, found = [], folders.found(self.root)
-        for step, folder in [*found, *folders.unsealed(self.root, found)]:
-            if name and folder.name != name:
-                continue
-            why = misfits(folder)
-            if why.startswith(NEWER):
-                raise ValueError(f"{folder}: {why}: install that release, or move this folder away")
-            try:
-                if why:
-                    raise ValueError(f"{folder} is not complete: {why}")
-                out[step] = look(folder / "exchange", step, self.topology.islands)
-            except ValueError as error:
-                log.warning("%s; it is left out", error)
-                bad.append(str(error).partition(OTHER)[0].rstrip(":; ")[:300])
-        return [h.note() for h in out.values()], "; ".join(bad[-2:])
 
     def adopt(self) -> None:
         """Delete saves that were cut off, and take back checkpoints that an earlier start has put
         aside without getting to a common one. All ranks of the replica come together.
         """
-        self._once_per_disk(self._adopt)
-
-    def _adopt(self) -> None:
-        for half in self.root.glob(f"*/{folders.UNFINISHED}"):
-            if (half.parent / MANIFEST).exists():
-                half.unlink(missing_ok=True)  # gone: of a link
-            else:
-                folders.remove(half.parent)
-        folders.take_back(self.root)
+        self._local.once_per_disk(lambda: folders.adopt(self.root))
 
     def verify(self, folder: Path) -> None:
         """Compare all checksums of a checkpoint, this replica's or another's, each rank its share.
@@ -243,8 +183,7 @@ class CheckpointManager:
         Raises:
             ValueError: on every rank, if a file is damaged.
         """
-        share = self._number, self._sharers
-        mine = self.ranks.together(lambda: folders.damaged(folder, *share), str(folder))
+        mine = self.ranks.together(lambda: folders.damaged(folder, *self._local.share), str(folder))
         if bad := [name for names in self.ranks.everyone(mine) for name in names]:
             raise ValueError(
                 f"{folder} is damaged ({', '.join(bad[:4])}: checksum does not fit): remove this "
@@ -318,12 +257,12 @@ class CheckpointManager:
         return error is None
 
     def _make(self, folder: Path) -> None:
-        if not self._fence.token:  # nothing has been agreed on before
+        if not self._local.fence.token:  # nothing has been agreed on before
             self.own()
-        self._fence.check()
-        if self.uploads is not None:
-            self.uploads.check()
-        if not self._number:
+        self._local.fence.check()
+        if self.copies is not None:
+            self.copies.uploads.check()
+        if not self._local.share[0]:
             folders.clear(folder)
 
     def wait(self) -> None:
@@ -338,7 +277,7 @@ class CheckpointManager:
         """
         try:
             self.wait()
-            if self.uploads is not None:
+            if self.copies is not None:
                 end_within(-self.ranks.max(-min(seconds_left(), LONG))[0])
                 self._flush()
                 self.ranks.any(False)
@@ -346,8 +285,9 @@ class CheckpointManager:
             log.warning("%s: the last uploads have failed: %s", self.topology.name, error)
 
     def _flush(self) -> None:
-        for _, uploads in self._remotes.values():
-            uploads.flush()
+        for _, copies in self._places.values():
+            if copies is not None:
+                copies.uploads.flush()
 
     def close(self) -> None:
         """Wait, and end the thread and the connection."""
@@ -363,7 +303,7 @@ class CheckpointManager:
     def finish(self) -> None:
         """The run came to its end: `close`, and delete what this life has put aside."""
         self.close()
-        if not self._number and self._made:
+        if not self._local.share[0] and self._made:
             folders.forget_asides(self.root)
 
     def _complete(
@@ -375,7 +315,7 @@ class CheckpointManager:
         last: bool = False,
     ) -> bool:
         """Finish writing, vote, seal, rotate."""
-        share, what = (self._number, self._sharers), f"checkpoint of step {step}"
+        share, what = self._local.share, f"checkpoint of step {step}"
         try:
             if error is None and rest is not None:
                 rest()
@@ -384,7 +324,8 @@ class CheckpointManager:
         try:
             self.votes.settle(error, what)
             self.votes.together(lambda: folders.sum_up(folder, *share), what)
-            self._once_per_disk(lambda: self._seal(step, folder), self.votes)
+            called = self.copies.remote.generation(self._saves) if self.copies else ""
+            self._local.once_per_disk(lambda: self._local.seal(step, folder, called), self.votes)
         except (OSError, NotFinite, NotSaveable) as why:
             self._failed(step, folder, why, last)
             return False
@@ -392,14 +333,14 @@ class CheckpointManager:
         self._made.add(step)
         if self.rotates and not last:
             self._rotate()
-        if self.uploads is not None:
-            self.uploads.add(step, folder)
+        if self.copies is not None:
+            self.copies.uploads.add(step, folder)
         return True
 
     def _failed(self, step: int, folder: Path, why: Exception, last: bool) -> None:
         # a later life removes what this one was writing
-        self.votes.together(self._fence.check, str(folder))
-        if not self._number:
+        self.votes.together(self._local.fence.check, str(folder))
+        if not self._local.share[0]:
             folders.remove(folder)  # a disk that is full needs the room
         if last:
             raise why
@@ -413,54 +354,34 @@ class CheckpointManager:
             *(self.topology.name, step, why, self._failed_in_a_row, LAST_FAILURE),
         )
 
-    def _seal(self, step: int, folder: Path) -> None:
-        """Write the manifest: from then on the checkpoint is there."""
-        self._fence.check()
-        called = "" if self.remote is None else self.remote.generation(self._saves)
-        folders.seal(folder, step, self._sharers, called)
-        try:
-            self._fence.check()
-        except Superseded:
-            (folder / MANIFEST).unlink(missing_ok=True)
-            raise
-
     def _rotate(self) -> None:
         """Remove what is not needed any more (`choice.superfluous`). The list is published before
         anything goes. What cannot be asked or removed stays: nothing here may end a training."""
         try:
-            held = [HeldCheckpoint(*note) for note in self._here()[0]]
+            held = [HeldCheckpoint(*note) for note in self._local.notes()[0]]
             common = self.ranks.from_first(lambda: self.registry.common(held))
             self.common = self.common if common is None else common
-            if self.uploads is not None:
-                there = self.ranks.from_first(self._common_remote)
-                self.uploads.keeps = there, self.keep, self.best
-            self._once_per_disk(self._remove_superfluous)
+            if self.copies is not None:
+                self.copies.rotate(self.registry, self.keep, self.best)
+            self._local.once_per_disk(self._remove_superfluous)
         except (RuntimeError, OSError, ValueError, TypeError) as error:
             # PeerLost is a RuntimeError
             if self.topology.rank == 0:
                 why = (str(error).splitlines() or [""])[0]
                 log.warning("%s: no old checkpoint is removed: %s", self.topology.name, why)
 
-    def _common_remote(self) -> int:
-        """The newest step that all islands have in their stores; -1 where one has none."""
-        assert self.remote is not None
-        common = self.registry.common(self.remote.known, where="remote")
-        return -1 if common is None else common
-
     def _remove_superfluous(self) -> None:
         there = self.whole()
-        self._fence.check()
+        self._local.fence.check()
         gone = superfluous(list(there), self.common, self.keep, self.best)
-        if self.uploads is not None and self.keep:
-            room = max(self.keep + MORE - len(there) + len(gone), 0)
-            stay = self.uploads.spared(gone, room)
-            gone = [step for step in gone if step not in stay]
+        if self.copies is not None and self.keep:
+            gone = self.copies.unneeded(gone, len(there), self.keep)
         for step in gone:
             folders.remove(there[step])
         if self.common in self._made:  # what this life has left behind is not needed any more
             folders.forget_asides(self.root)
-            if self.uploads is not None:
-                self.uploads.settled = True
+            if self.copies is not None:
+                self.copies.uploads.settled = True
 
     # ---- what all islands hold -----------------------------------------------------------------
 
@@ -533,7 +454,7 @@ class CheckpointManager:
         """
         of = self.topology
         about = {"place": place(self.root), "damaged": self.damaged}
-        about |= {} if self.remote is None else {"remote": self.remote.url}
+        about |= {"remote": self.copies.remote.url} if self.copies else {}
         chosen = self.registry.choose(held, how, about, **same)
         if chosen is None:
             return None
@@ -543,36 +464,22 @@ class CheckpointManager:
         if mine is None:
             return ResumePoint(step, None, True)
         self._loaded = step
-        folder = self._bring(step, name)
-        if self.remote is not None and of.rank == 0:
-            where = self.remote.url if step in self.remote.origin else self.root
+        folder = self.copies.bring(step) if self.copies else None
+        if self.copies is not None and of.rank == 0:
+            where = self.copies.remote.url if folder else self.root
             log.info("%s: goes on from step %d of %s", of.name, step, where)
+        if folder is None:
+            folder = self.root / (name or self.ranks.from_first(lambda: self.whole()[step].name))
         return ResumePoint(step, folder, None in chosen)
 
-    def _bring(self, step: int, name: str = "") -> Path:
-        """The folder of a step that is held; from `remote` it is written here as by a save. All
-        ranks of the replica come together. Raises OSError.
-        """
-        remote = self.remote
-        path = None if remote is None else remote.origin.get(step)
-        if remote is None or path is None:
-            found = name or self.ranks.from_first(lambda: self.whole()[step].name)
-            return self.root / str(found)
-        called, _, generation = path.partition("/")
-        folder = self.root / called
-        self._once_per_disk(lambda: folders.clear(folder))
-        self.ranks.together(lambda: remote.download(path, folder), path)
-        self._once_per_disk(lambda: folders.seal(folder, step, self._sharers, generation))
-        return folder
-
     def fetch_newest(self, name: str = "") -> None:
-        """Bring the newest checkpoint here, or that of a name, where only `remote` has it; what
-        fails is a warning. All ranks of the replica come together.
+        """Bring the newest checkpoint here, or that of a name, where only the store of objects has
+        it; what fails is a warning. All ranks of the replica come together.
         """
-        if self.remote is not None:
+        if self.copies is not None:
             try:
                 if held := self.held(name):
-                    self._bring(held[-1].step)
+                    self.copies.bring(held[-1].step)
             except (OSError, ValueError, RuntimeError) as error:
                 log.warning("%s: nothing comes from %s: %s", self.topology.name, self._url, error)
 
@@ -583,12 +490,10 @@ class CheckpointManager:
         Args:
             given_up: a person named that step: see `folders.put_aside`.
         """
-        self._fence.take(self.ranks, not self._number)
-        if self.remote is not None:
-            self.remote.begin(step, given_up)
+        self._local.fence.take(self.ranks, not self._local.share[0])
+        if self.copies is not None:
+            self.copies.remote.begin(step, given_up)
         if step is not None:
-            self._once_per_disk(lambda: folders.put_aside(self.root, step, given_up))
-            if self.remote is not None and self.uploads is not None:
-                if folder := self.whole().get(step):
-                    if f"{folder.name}/{folders.generation(folder)}" not in self.remote.there:
-                        self.uploads.add(step, folder)
+            self._local.once_per_disk(lambda: folders.put_aside(self.root, step, given_up))
+            if self.copies is not None:
+                self.copies.upload_origin(step)

@@ -9,7 +9,7 @@ import json
 import os
 from pathlib import Path
 
-from ..launch.command_line import Commands
+from ..launch.command_line import Commands, option
 
 
 def add_report(commands: Commands) -> None:
@@ -19,15 +19,13 @@ def add_report(commands: Commands) -> None:
         help="make one html file of a run, or of several to compare",
         description="Reads what the recipes and ExchangeCallback leave in the output folder of a "
         "run, also of one that was killed or still trains. The html needs no other file.",
+        example="fsdp-demo report outputs/demo outputs/diloco --out compare.html",
+        run=report,
     )
-    sub.example("fsdp-demo report outputs/demo outputs/diloco --out compare.html")
     sub.add_argument("runs", nargs="+", metavar="RUN", help="output folder of a run")
-    sub.add_argument(
-        "--out",
-        metavar="FILE",
-        help="the html (default: report.html in RUN, or in this folder for several)",
+    option(
+        sub, "--out FILE", "the html (default: report.html in RUN, or in this folder for several)"
     )
-    sub.set_defaults(run_command=report)
 
 
 def report(args: argparse.Namespace) -> int:
@@ -46,23 +44,21 @@ def add_inspect(commands: Commands) -> None:
         "inspect",
         help="say what a checkpoint holds: step, preset, islands, states and sizes, what is "
         "missing",
+        example="fsdp-demo inspect outputs/pretrain",
+        run=inspect,
     )
-    sub.example("fsdp-demo inspect outputs/pretrain")
     sub.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
         help="a checkpoint-N for all that it holds, or the folder of a run for a line on each",
     )
-    sub.add_argument(
-        "--json", action="store_true", help="print a list of objects, one per checkpoint"
-    )
-    sub.set_defaults(run_command=inspect)
+    option(sub, "--json", "print a list of objects, one per checkpoint")
 
 
 def inspect(args: argparse.Namespace) -> int:
     """Say what a checkpoint, or every checkpoint of a run, holds; 1 if one of them is not whole."""
     from ..tools.inspect import inspect as look
-    from ..tools.inspect import overview, text
+    from ..tools.inspect_words import overview, text
 
     found = look(args.checkpoint)
     if args.json:
@@ -77,30 +73,28 @@ def add_export(commands: Commands) -> None:
     sub = commands.add_parser(
         "export",
         help="write a run's outer parameters as a folder for from_pretrained, with a model card",
+        example="fsdp-demo export outputs/pretrain outputs/model",
+        run=export,
     )
-    sub.example("fsdp-demo export outputs/pretrain outputs/model")
     sub.add_argument(
         "folder",
         metavar="RUN",
         help="output folder of the run, with those of all islands, or one checkpoint of it",
     )
     sub.add_argument("out", metavar="OUT", help="folder to write; new or empty")
-    sub.add_argument(
-        "--step",
+    option(
+        sub,
+        "--step N",
+        "of the checkpoints (default: the Trainer's best, else the newest that suffices)",
         type=int,
-        metavar="N",
-        help="of the checkpoints (default: the Trainer's best, else the newest that suffices)",
     )
-    sub.add_argument("--island", type=int, metavar="I", help="this island's replica alone")
-    sub.add_argument(
-        "--model",
-        metavar="CONFIG",
-        help="config.json, folder or hub id of the architecture, if the checkpoints hold none",
+    option(sub, "--island I", "this island's replica alone", type=int)
+    option(
+        sub,
+        "--model CONFIG",
+        "config.json, folder or hub id of the architecture, if the checkpoints hold none",
     )
-    sub.add_argument(
-        "--tokenizer", metavar="ID", help="hub id or folder (default: the one saved with the run)"
-    )
-    sub.set_defaults(run_command=export)
+    option(sub, "--tokenizer ID", "hub id or folder (default: the one saved with the run)")
 
 
 def export(args: argparse.Namespace) -> int:

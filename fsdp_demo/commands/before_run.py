@@ -15,19 +15,20 @@ from dataclasses import fields
 from pathlib import Path
 
 from ..launch import unedited
-from ..launch.command_line import Commands
+from ..launch.command_line import Commands, option
 from ..net.link import Link, parse_rtt
 
 
 def add_presets(commands: Commands) -> None:
     """Add the parser of `fsdp-demo presets`."""
-    sub = commands.add_parser("presets", help="list the methods, or show one")
-    sub.example("fsdp-demo presets demo --yaml")
-    sub.add_argument("name", nargs="?", metavar="NAME", help="the preset to show")
-    sub.add_argument(
-        "--yaml", action="store_true", help="print it as yaml, to change and pass as a file"
+    sub = commands.add_parser(
+        "presets",
+        help="list the methods, or show one",
+        example="fsdp-demo presets demo --yaml",
+        run=presets,
     )
-    sub.set_defaults(run_command=presets)
+    sub.add_argument("name", nargs="?", metavar="NAME", help="the preset to show")
+    option(sub, "--yaml", "print it as yaml, to change and pass as a file")
 
 
 def presets(args: argparse.Namespace) -> int:
@@ -63,38 +64,35 @@ def add_doctor(commands: Commands) -> None:
         help="measure links, disks and steps of all islands, say what is wrong and its cure",
         description="Start it on every island with the variables ISLAND_* of the run. All print "
         "the same findings.",
+        example="ISLAND_ENDPOINT=10.0.0.1:29400 ISLAND_COUNT=2 ISLAND_RANK=0 fsdp-demo doctor "
+        "--json doctor.json",
+        run=doctor,
     )
-    sub.example(
-        "ISLAND_ENDPOINT=10.0.0.1:29400 ISLAND_COUNT=2 ISLAND_RANK=0 fsdp-demo doctor --json "
-        "doctor.json"
-    )
-    sub.add_argument(
-        "--seconds",
-        type=float,
+    option(
+        sub,
+        "--seconds SECONDS",
+        "time for the links, all pairs together (default: 20)",
         default=20.0,
-        metavar="SECONDS",
-        help="time for the links, all pairs together (default: 20)",
     )
-    sub.add_argument("--json", metavar="FILE", help="write all numbers into this file, on island 0")
-    sub.add_argument(
-        "--folder",
-        metavar="FOLDER",
-        help="where checkpoints will lie: the disk that is measured (default: this folder)",
+    option(sub, "--json FILE", "write all numbers into this file, on island 0")
+    option(
+        sub,
+        "--folder FOLDER",
+        "where checkpoints will lie: the disk that is measured (default: this folder)",
     )
-    sub.add_argument("--no-disk", action="store_true", help="do not measure the disk")
-    sub.add_argument(
-        "--model",
-        metavar="CONFIG",
-        help="measure the step time of this architecture: config.json, folder, name of "
+    option(sub, "--no-disk", "do not measure the disk")
+    option(
+        sub,
+        "--model CONFIG",
+        "measure the step time of this architecture: config.json, folder, name of "
         "recipes/models or hub id",
     )
-    sub.add_argument(
-        "--step-time",
+    option(
+        sub,
+        "--step-time SECONDS",
+        "the step time of this island, where it is known already",
         type=float,
-        metavar="SECONDS",
-        help="the step time of this island, where it is known already",
     )
-    sub.set_defaults(run_command=doctor)
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -148,47 +146,32 @@ def add_rehearse(commands: Commands) -> None:
         "rehearse",
         help="run several islands on this machine, as they would run on several",
         usage="fsdp-demo rehearse --islands N --procs P [options] -- SCRIPT ARGS",
+        example="fsdp-demo rehearse --islands 2 --procs 1 --link 100Mbit --rtt 40ms -- train.py",
+        run=rehearse,
     )
-    sub.example("fsdp-demo rehearse --islands 2 --procs 1 --link 100Mbit --rtt 40ms -- train.py")
-    sub.add_argument("--islands", type=int, required=True, metavar="N", help="number of islands")
-    sub.add_argument(
-        "--procs", type=int, required=True, metavar="P", help="processes (ranks) per island"
+    option(sub, "--islands N", "number of islands", type=int, required=True)
+    option(sub, "--procs P", "processes (ranks) per island", type=int, required=True)
+    option(
+        sub, "--link RATE", "rate of each island's link, for example 100Mbit (default: not limited)"
     )
-    sub.add_argument(
-        "--link",
-        metavar="RATE",
-        help="rate of each island's link, for example 100Mbit (default: not limited)",
-    )
-    sub.add_argument(
-        "--rtt", metavar="TIME", help="round trip between islands, for example 40ms (default: 0)"
-    )
+    option(sub, "--rtt TIME", "round trip between islands, for example 40ms (default: 0)")
     sub.add_argument(
         "--launcher",
         default="accelerate",
         choices=("accelerate", "torchrun", "deepspeed", "command"),
         help="default: accelerate; command: a whole command stands behind --",
     )
-    sub.add_argument("--run", default="rehearse", metavar="ID", help="run id (ISLAND_RUN)")
-    sub.add_argument("--cpu", action="store_true", help="use the CPU even where there are GPUs")
-    sub.add_argument(
-        "--grace",
-        type=float,
-        default=40.0,
-        metavar="SECONDS",
-        help="left to the others when an island dies (default: 40)",
+    option(sub, "--run ID", "run id (ISLAND_RUN)", default="rehearse")
+    option(sub, "--cpu", "use the CPU even where there are GPUs")
+    option(
+        sub, "--grace SECONDS", "left to the others when an island dies (default: 40)", default=40.0
     )
-    sub.add_argument(
-        "--restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="start an island that saved and left, or was killed, again",
+    option(
+        sub, "--restarts N", "start an island that saved and left, or was killed, again", default=0
     )
-    sub.add_argument(
-        "--resume-args", default="", metavar="ARGS", help="added to the script's arguments then"
-    )
+    option(sub, "--resume-args ARGS", "added to the script's arguments then", default="")
     unedited.add_arguments(sub)
-    sub.set_defaults(run_command=rehearse, takes_script=True)
+    sub.set_defaults(takes_script=True)
 
 
 def rehearse(args: argparse.Namespace) -> int:

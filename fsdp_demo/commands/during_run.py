@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from ..errors import counted
-from ..launch.command_line import USAGE_ERROR, Commands
+from ..launch.command_line import USAGE_ERROR, Commands, option
 from ..launch.processes import end_with_parent, shell_status
 from ..store.client import Store
 
@@ -32,24 +32,25 @@ DEATHS, WITHIN = 5, 60.0  # so many deaths of the server within so many seconds 
 
 def add_store(commands: Commands) -> None:
     """Add the parser of `fsdp-demo store`."""
-    sub = commands.add_parser("store", help="serve the store where islands meet, until stopped")
-    sub.example("fsdp-demo store --bind 10.0.0.1:29400")
-    sub.add_argument(
-        "--bind",
+    sub = commands.add_parser(
+        "store",
+        help="serve the store where islands meet, until stopped",
+        example="fsdp-demo store --bind 10.0.0.1:29400",
+        run=store,
+    )
+    option(
+        sub,
+        "--bind ADDR:PORT",
+        "a private address of this machine; port 0 picks a free one",
         required=True,
-        metavar="ADDR:PORT",
-        help="a private address of this machine; port 0 picks a free one",
     )
-    sub.add_argument(
-        "--file",
-        metavar="PATH",
-        help="where it keeps its keys (default: fsdp_demo_store.sqlite in this folder)",
+    option(
+        sub,
+        "--file PATH",
+        "where it keeps its keys (default: fsdp_demo_store.sqlite in this folder)",
     )
-    sub.add_argument(
-        "--port-file", metavar="FILE", help="write the port into this file when the store listens"
-    )
-    sub.add_argument("--quiet", action="store_true", help="do not print where it listens")
-    sub.set_defaults(run_command=store)
+    option(sub, "--port-file FILE", "write the port into this file when the store listens")
+    option(sub, "--quiet", "do not print where it listens")
 
 
 def store(args: argparse.Namespace) -> int:
@@ -156,10 +157,10 @@ def add_status(commands: Commands) -> None:
         "status",
         help="say which islands take part in a run, and how far they are (ISLAND_ENDPOINT, "
         "ISLAND_RUN)",
+        example="ISLAND_ENDPOINT=10.0.0.1:29400 ISLAND_RUN=first-try fsdp-demo status",
+        run=status,
     )
-    sub.example("ISLAND_ENDPOINT=10.0.0.1:29400 ISLAND_RUN=first-try fsdp-demo status")
-    sub.add_argument("--json", action="store_true", help="print one object")
-    sub.set_defaults(run_command=status)
+    option(sub, "--json", "print one object")
 
 
 def status(args: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..launch.command_line import Commands
+from ..launch.command_line import SEVERAL, Commands, option
 
 if TYPE_CHECKING:
     from ..config.schema import ExchangeConfig
@@ -26,98 +26,78 @@ def add(commands: Commands) -> None:
         description="What each method costs on a link, from shapes: bytes, seconds, memory, loss.",
         usage="fsdp-demo plan [--model NAME | --params N] --link RATE [--islands R] "
         "[--step-time TIME] [options]",
-    )
-    sub.example(
-        "fsdp-demo plan --model llama-3.2-1b --islands 4 --shards 8 --link 1Gbit --rtt 40ms "
-        "--step-time 0.8s"
+        example="fsdp-demo plan --model llama-3.2-1b --islands 4 --shards 8 --link 1Gbit "
+        "--rtt 40ms --step-time 0.8s",
+        run=run,
     )
     _add_model_and_link(sub)
     step = sub.add_argument_group("step")
-    step.add_argument("--step-time", metavar="TIME", help="of a step without exchange, as in 0.8s")
-    step.add_argument("--step-from", metavar="FILE", help="the summary.json of a recipe's run")
-    step.add_argument("--tokens", metavar="N", help="of the run, all islands, as in 20B")
-    step.add_argument("--tokens-per-step", metavar="N", help="of one island")
-    step.add_argument(
-        "--compression-time", metavar="TIME", help="of an exchange's work per value, as in 0.5ns"
-    )
+    option(step, "--step-time TIME", "of a step without exchange, as in 0.8s")
+    option(step, "--step-from FILE", "the summary.json of a recipe's run")
+    option(step, "--tokens N", "of the run, all islands, as in 20B")
+    option(step, "--tokens-per-step N", "of one island")
+    option(step, "--compression-time TIME", "of an exchange's work per value, as in 0.5ns")
     _add_methods(sub)
     out = sub.add_argument_group("output")
-    out.add_argument("--json", action="store_true", help="print a list of rows")
-    out.add_argument("--yaml", metavar="FILE", help="write the recommended configuration there")
-    sub.set_defaults(run_command=run)
+    option(out, "--json", "print a list of rows")
+    option(out, "--yaml FILE", "write the recommended configuration there")
 
 
 def _add_model_and_link(sub: argparse.ArgumentParser) -> None:
     model = sub.add_argument_group("model and machines")
-    model.add_argument(
-        "--model", metavar="NAME", help="a known model, the path of a config.json, or a hub id"
-    )
-    model.add_argument("--params", metavar="N", help="so many parameters instead, as in 1.3B")
-    model.add_argument("--layers", type=int, metavar="N", help="of --params (default: 24)")
-    model.add_argument(
-        "--islands",
+    option(model, "--model NAME", "a known model, the path of a config.json, or a hub id")
+    option(model, "--params N", "so many parameters instead, as in 1.3B")
+    option(model, "--layers N", "of --params (default: 24)", type=int)
+    option(
+        model,
+        "--islands R",
+        "how many; a list; or a range that doubles, as in 2:64 (default: 2)",
         default="2",
-        metavar="R",
-        help="how many; a list; or a range that doubles, as in 2:64 (default: 2)",
     )
-    model.add_argument("--shards", type=int, metavar="S", help="ranks of an island (default: 1)")
-    model.add_argument("--device", default="h100", metavar="NAME", help="of a rank (default: h100)")
-    model.add_argument("--memory", metavar="SIZE", help="of a rank's device, as in 80GB")
+    option(model, "--shards S", "ranks of an island (default: 1)", type=int)
+    option(model, "--device NAME", "of a rank (default: h100)", default="h100")
+    option(model, "--memory SIZE", "of a rank's device, as in 80GB")
     line = sub.add_argument_group("link")
-    line.add_argument(
-        "--link",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="RATE",
-        help="of an island, or several; or doctor.json, as fsdp-demo doctor --json writes it",
+    option(
+        line,
+        "--link RATE",
+        "of an island, or several; or doctor.json, as fsdp-demo doctor --json writes it",
+        **SEVERAL,
     )
-    line.add_argument(
-        "--islands-per-uplink",
-        type=int,
+    option(
+        line,
+        "--islands-per-uplink N",
+        "islands of a site that share --link (default: 1)",
         default=1,
-        metavar="N",
-        help="islands of a site that share --link (default: 1)",
     )
-    line.add_argument("--rtt", metavar="TIME", help="its round trip, as in 40ms (default: 0)")
+    option(line, "--rtt TIME", "its round trip, as in 40ms (default: 0)")
 
 
 def _add_methods(sub: argparse.ArgumentParser) -> None:
     what = sub.add_argument_group("methods")
-    what.add_argument(
-        "--exchange",
+    option(
+        what,
+        "--exchange NAME|YAML",
+        "only these: presets, yaml files, hsdp; with commas or repeated",
         action="append",
         default=[],
-        metavar="NAME|YAML",
-        help="only these: presets, yaml files, hsdp; with commas or repeated",
     )
-    what.add_argument(
-        "--set",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="PATH=VALUE",
-        help="changes to them; NAME:PATH=VALUE changes one",
+    option(what, "--set PATH=VALUE", "changes to them; NAME:PATH=VALUE changes one", **SEVERAL)
+    option(what, "--keep-inner NAME", f"inner optimizer that must stay: {', '.join(_INNER)}")
+    option(
+        what,
+        "--target-utilisation SHARE",
+        "solve for the rate of the link that keeps it, as in 0.9",
+        **SEVERAL,
     )
-    what.add_argument(
-        "--keep-inner", metavar="NAME", help=f"inner optimizer that must stay: {', '.join(_INNER)}"
-    )
-    what.add_argument(
-        "--target-utilisation",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="SHARE",
-        help="solve for the rate of the link that keeps it, as in 0.9",
-    )
-    what.add_argument(
-        "--as-simulated",
+    option(
+        what,
+        "--as-simulated BYTES",
+        "as papers simulate: a line without headers and windows, no work of compression, "
+        "layers leave while backward runs; BYTES of a value (default: by the code)",
         nargs="?",
         type=float,
         const=0.0,
-        metavar="BYTES",
-        help="as papers simulate: a line without headers and windows, no work of compression, "
-        "layers leave while backward runs; BYTES of a value (default: by the code)",
     )
 
 

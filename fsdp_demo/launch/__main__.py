@@ -43,7 +43,7 @@ from ..rendezvous.environment import stop_signals, whole
 from ..status import DECIDE, SAVED, has_trained
 from ..status import FOLDER as STATUS_FOLDER
 from . import engines, unedited
-from .command_line import CommandParser
+from .command_line import CommandParser, option
 from .notice import watch
 from .processes import (
     ATTEMPT,
@@ -69,8 +69,7 @@ def _parser() -> CommandParser:
         "[--exchange PRESET|YAML] [--set KEY=VALUE] [--resume auto] [--notice aws|gcp|COMMAND] "
         "COMMAND"
     )
-    parser = CommandParser(prog="python -m fsdp_demo.launch", usage=usage)
-    parser.example(EXAMPLE)
+    parser = CommandParser(prog="python -m fsdp_demo.launch", usage=usage, example=EXAMPLE)
     parser.add_argument(
         "--from",
         dest="engine",
@@ -84,10 +83,10 @@ def _parser() -> CommandParser:
         "--resume-args", default="", help="added to the script's arguments when it is started again"
     )
     unedited.add_arguments(parser)
-    parser.add_argument(
-        "--notice",
-        metavar="aws|gcp|COMMAND",
-        help="ask every 5 s whether this machine is taken away (COMMAND: it is, if that ends with "
+    option(
+        parser,
+        "--notice aws|gcp|COMMAND",
+        "ask every 5 s whether this machine is taken away (COMMAND: it is, if that ends with "
         "0), and act then as at SIGTERM",
     )
     parser.add_argument("words", nargs=argparse.REMAINDER)

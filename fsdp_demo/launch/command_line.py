@@ -18,15 +18,19 @@ _BELOW_ZERO = re.compile(r"-[0-9.]+[a-zA-Z%/]+[0-9a-zA-Z,]*")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are one line, and that takes no abbreviated flags."""
+    """A parser whose errors are one line, and that takes no abbreviated flags.
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    Args:
+        example: a command, for the end of the help. run: runs it, given the parsed arguments.
+    """
+
+    def __init__(self, *args: Any, example: str = "", run: Any = None, **kwargs: Any):
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
-
-    def example(self, command: str) -> None:
-        """Show `command` at the end of the help."""
-        self.formatter_class = argparse.RawDescriptionHelpFormatter
-        self.epilog = f"example:\n  {command}"
+        if example:
+            self.formatter_class = argparse.RawDescriptionHelpFormatter
+            self.epilog = f"example:\n  {example}"
+        if run is not None:
+            self.set_defaults(run_command=run)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -84,6 +88,19 @@ def _meant(found: str, known: Sequence[str]) -> str:
     if len(longer) == 1:
         return f"; did you mean {longer[0]}?"
     return nearest(found, known, 0.6).replace("'", "")
+
+
+SEVERAL: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+"""Of an option that takes several words and may be repeated."""
+
+
+def option(to: argparse._ActionsContainer, flag: str, help: str, **how: Any) -> None:
+    """Add an option: `--link RATE` takes a word of its default's type, `--json` is a switch."""
+    name, _, word = flag.partition(" ")
+    how |= {"metavar": word} if word else {"action": "store_true"}
+    if isinstance(default := how.get("default"), int | float):
+        how["type"] = type(default)
+    to.add_argument(name, help=help, **how)
 
 
 Commands = argparse._SubParsersAction  # of `CommandParser`

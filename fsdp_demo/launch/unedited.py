@@ -10,6 +10,7 @@ import os
 import shlex
 
 from ..config.load import load_config
+from .command_line import option
 
 LINES = """\
 fsdp_demo.launch: --exchange {exchange} did nothing: no Trainer of transformers or Lightning \
@@ -21,18 +22,18 @@ has trained below this command (docs/yaml.md). A loop of its own needs two lines
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--exchange`, `--set` and `--resume`."""
-    parser.add_argument(
-        "--exchange",
-        metavar="PRESET|YAML",
-        help="for every Trainer of transformers or Lightning below, whose script is not edited",
+    option(
+        parser,
+        "--exchange PRESET|YAML",
+        "for every Trainer of transformers or Lightning below, whose script is not edited",
     )
-    parser.add_argument(
-        "--set",
+    option(
+        parser,
+        "--set KEY=VALUE",
+        "a change to it; may be repeated",
         dest="changes",
         action="append",
         default=[],
-        metavar="KEY=VALUE",
-        help="a change to it; may be repeated",
     )
     parser.add_argument(
         "--resume",

@@ -54,7 +54,7 @@ def second_exchange(name: str) -> tuple[DeviceWork, int]:
         ("sparse_loco", 780, 120),
         ("sign_loco", 800, 147),
         ("decoupled_momentum", 650, 101),
-        ("muloco", 1900, 348),
+        pytest.param("muloco", 1900, 348, marks=pytest.mark.slow),
         ("diloco", 340, 80),
     ],
 )

@@ -64,7 +64,7 @@ def test_save_beside_a_store_that_hangs_asks_rarely(monkeypatch: pytest.MonkeyPa
         )
 
         def connections() -> int:
-            server.settimeout(0.5)
+            server.settimeout(0.2)
             count = 0
             with contextlib.suppress(TimeoutError):
                 while True:

@@ -36,13 +36,13 @@ def write(text="x"):
 def saved(kept, *steps, text="s"):
     for step in steps:
         kept.save(step, write(f"{text}{step}"))
-        kept.uploads.flush()
+        kept.copies.uploads.flush()
 
 
 def there(kept):
     """Steps that are whole in the store, and the names of all that is there."""
-    names = {key.split("/")[0] for key in kept.remote.store.sizes()} - {".lives"}
-    steps = [held.step for held in kept.remote.scan().values() if held is not None]
+    names = {key.split("/")[0] for key in kept.copies.remote.store.sizes()} - {".lives"}
+    steps = [held.step for held in kept.copies.remote.scan().values() if held is not None]
     return sorted(steps), sorted(names)
 
 
@@ -86,7 +86,8 @@ def test_remote_addresses_are_checked(tmp_path, monkeypatch, url):
     with pytest.raises(ValueError, match="ISLAND_REMOTE='bucket': it must be an address with ://"):
         single(tmp_path / "a", "bucket")
     monkeypatch.setenv("ISLAND_REMOTE", url)
-    assert CheckpointManager(tmp_path / "a", fsdp_demo.Topology()).remote.url == f"{url}/island0"
+    kept = CheckpointManager(tmp_path / "a", fsdp_demo.Topology())
+    assert kept.copies.remote.url == f"{url}/island0"
     monkeypatch.setitem(sys.modules, "fsspec", None)
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(ValueError, match=r"pip install 'fsdp_demo\[cloud\]'"):
@@ -146,17 +147,17 @@ def test_remote_half_is_not_whole(tmp_path, url, harm, caplog):
     kept = single(tmp_path / "a", url)
     saved(kept, 1, 2)
     (part,) = [
-        k for k in kept.remote.store.sizes() if k.startswith("checkpoint-2") and "a.txt" in k
+        k for k in kept.copies.remote.store.sizes() if k.startswith("checkpoint-2") and "a.txt" in k
     ]
     seal = part.replace("a.txt", MANIFEST)
-    manifest = json.loads(kept.remote.store.read(seal))
+    manifest = json.loads(kept.copies.remote.store.read(seal))
     manifest["files"]["../../x"] = manifest["files"]["a.txt"]
     {
-        "no manifest": lambda: kept.remote.store.remove(seal),
-        "no file": lambda: kept.remote.store.remove(part),
-        "cut": lambda: kept.remote.store.write(part, b"s"),
-        "torn manifest": lambda: kept.remote.store.write(seal, b'{"version": 1, "st'),
-        "outside": lambda: kept.remote.store.write(seal, json.dumps(manifest).encode()),
+        "no manifest": lambda: kept.copies.remote.store.remove(seal),
+        "no file": lambda: kept.copies.remote.store.remove(part),
+        "cut": lambda: kept.copies.remote.store.write(part, b"s"),
+        "torn manifest": lambda: kept.copies.remote.store.write(seal, b'{"version": 1, "st'),
+        "outside": lambda: kept.copies.remote.store.write(seal, json.dumps(manifest).encode()),
     }[harm]()
     point = single(tmp_path / "b", url).resume_point()
     assert (point.step, (point.folder / "a.txt").read_text()) == (1, "s1")
@@ -203,9 +204,11 @@ def test_remote_cut_off_anywhere(tmp_path, store, scheme):
         store.before = staticmethod(lambda what, key: None)
         dead = single(tmp_path / f"a{cut}", url, keep=1)
 
-        def before(what, key, left=left, thread=dead.uploads):
+        def before(what, key, left=left, thread=dead.copies.uploads):
             if left[0] == 0:
                 thread._superseded = "dead"
+                with thread._changed:
+                    thread._changed.notify_all()
                 raise OSError("dead")
             left[0] -= 1
 
@@ -242,7 +245,7 @@ def test_remote_put_cut_in_the_middle(tmp_path, store, monkeypatch):
     monkeypatch.setattr(ObjectStore, "put", put)
     kept = single(tmp_path / "a", url)
     kept.save(1, write("long"))
-    kept.uploads.flush()
+    kept.copies.uploads.flush()
     assert (single(tmp_path / "b", url).resume_point().folder / "a.txt").read_text() == "long"
 
 
@@ -287,7 +290,7 @@ def test_remote_put_aside_as_here(tmp_path, url):
     person = single(tmp_path / "d", url)
     person.own(5, given_up=True)
     assert [h.step for h in single(tmp_path / "c", url).held()] == [1, 5]
-    assert any(key.endswith(GIVEN_UP) for key in person.remote.store.sizes())
+    assert any(key.endswith(GIVEN_UP) for key in person.copies.remote.store.sizes())
 
 
 def test_remote_place_of_another_island(tmp_path, url):
@@ -302,7 +305,7 @@ def test_remote_rotation_in_the_store(tmp_path, url):
     """As many stay there as here, with the best, and no half of before."""
     kept = single(tmp_path / "a", url)
     kept.own()
-    kept.remote.store.write("checkpoint-1/000000-dead00-000001/rank0/a.txt", b"half")
+    kept.copies.remote.store.write("checkpoint-1/000000-dead00-000001/rank0/a.txt", b"half")
     kept.spare(2)
     saved(kept, 2, 3, 4, 5, 6)
     assert there(kept)[0] in ([2, 4, 5, 6], [2, 5, 6])
@@ -315,7 +318,7 @@ def test_remote_tag_saved_anew(tmp_path, url):
     kept = single(tmp_path / "a", url, keep=None)
     for step in (1, 2):
         kept.save(step, write(f"s{step}"), name="newest")
-        kept.uploads.flush()
+        kept.copies.uploads.flush()
     again = single(tmp_path / "b", url)
     point = again.resume_point()
     assert (point.step, point.folder.name) == (2, "newest")
@@ -344,7 +347,7 @@ def test_remote_store_down_for_long(tmp_path, url, store, caplog):
     assert "kept for their upload, which fails: OSError: no such host" in text
     assert "[4] are deleted without one" in text or "[5] are deleted without one" in text
     down[0] = False
-    kept.uploads.flush()
+    kept.copies.uploads.flush()
     assert there(kept)[0][-3:] == [6, 7, 8]
     kept.save(9, write())
     kept.close()
@@ -391,18 +394,18 @@ def test_remote_ends_by_the_deadline(tmp_path, url, store, monkeypatch, caplog):
     kept.upload_rest()
     assert "steps [1, 2, 3] are not in" in caplog.text and "no time was left" in caplog.text
     monkeypatch.setattr(status, "_ends_at", float("inf"))
-    with kept.uploads._changed:
-        kept.uploads._hurry = True
+    with kept.copies.uploads._changed:
+        kept.copies.uploads._hurry = True
     held.set()
     while len(monkey) < 2:
         time.sleep(0.01)
     assert monkey[1].startswith("checkpoint-3/")
-    kept.uploads.flush()
+    kept.copies.uploads.flush()
     store.before = staticmethod(lambda what, key: None)
-    kept.remote.store.remove("checkpoint-3")
+    kept.copies.remote.store.remove("checkpoint-3")
     again = single(tmp_path / "a", url)
     assert again.resume_point().step == 3
-    again.uploads.flush()
+    again.copies.uploads.flush()
     assert 3 in there(again)[0]
     shutil.rmtree(tmp_path / "a")
     assert single(tmp_path / "b", url).resume_point().step == 3
@@ -446,9 +449,8 @@ def test_remote_nodes_with_a_disk_each(me):
         kept.upload_rest()
     kept.ranks.any(False)
     assert list(kept.whole()) == [3, 4]
-    parts = {
-        tuple(k.split("/")[i] for i in (0, 2)) for k in kept.remote.store.sizes() if "rank" in k
-    }
+    keys = [key for key in kept.copies.remote.store.sizes() if "rank" in key]
+    parts = {tuple(key.split("/")[i] for i in (0, 2)) for key in keys}
     assert {("checkpoint-4", "rank0"), ("checkpoint-4", "rank1")} <= parts
     assert not any(name in ("checkpoint-1",) for name, _ in parts)
     again = manager(2)
@@ -457,10 +459,10 @@ def test_remote_nodes_with_a_disk_each(me):
     assert (point.step, files) == (4, [f"rank{me.proc}.txt", "same.txt"])
     assert (point.folder / "same.txt").read_text() == f"of {me.proc}"
     again.verify(point.folder)
-    lost = [k for k in kept.remote.store.sizes() if k.startswith("checkpoint-4") and "rank1/m" in k]
+    lost = [k for k in keys if k.startswith("checkpoint-4") and "rank1/m" in k]
     again.ranks.any(False)
     if me.proc == 0:
-        kept.remote.store.remove(lost[0])
+        kept.copies.remote.store.remove(lost[0])
     again.ranks.any(False)
     third = manager(3)
     assert third.resume_point().step == 3
@@ -470,8 +472,8 @@ def test_remote_nodes_with_a_disk_each(me):
         alone = CheckpointManager(me.folder / "alone", topology, remote=url)
         alone.group, folder = None, alone.resume_point().folder
         assert len(list(folder.glob("rank*.txt"))) == 2
-        alone.uploads.flush()
-        assert 3 in [held.step for held in alone.remote.scan().values() if held]
+        alone.copies.uploads.flush()
+        assert 3 in [held.step for held in alone.copies.remote.scan().values() if held]
     third.ranks.any(False)
 
 
@@ -488,7 +490,7 @@ def test_remote_islands_agree(me):
     kept = manager("a")
     for step in (1, 2) if me.island else (1, 2, 3):
         kept.save(step, write(f"{step} of {me.island}"))
-        kept.uploads.flush()
+        kept.copies.uploads.flush()
         me.meet(step)
     if me.island:
         me.meet(3)
@@ -509,8 +511,8 @@ def test_remote_ranks_share_the_download(me):
     kept.save(1, lambda folder: (folder / f"of{me.proc}").write_text(f"{me.proc}") and None)
     kept.upload_rest()
     again = CheckpointManager(me.folder / "b", topology, remote=url)
-    fetched, get = [], again.remote.store.get
-    again.remote.store.get = lambda *of: fetched.append(of[0]) or get(*of)
+    fetched, get = [], again.copies.remote.store.get
+    again.copies.remote.store.get = lambda *of: fetched.append(of[0]) or get(*of)
     point = again.resume_point()
     assert len(fetched) == 1
     assert [(point.folder / f"of{i}").read_text() for i in range(3)] == ["0", "1", "2"]

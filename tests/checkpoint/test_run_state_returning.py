@@ -119,7 +119,7 @@ def test_returning_island_without_its_disk(run_ranks, tmp_path) -> None:
 
         def uploaded(manager: CheckpointManager, *given: Any, **named: Any) -> bool:
             done = save(manager, *given, **named)
-            manager.uploads.flush()
+            manager.copies.uploads.flush()
             return done
 
         disk = me.folder.parent / "disk" / "island1"

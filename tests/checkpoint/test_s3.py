@@ -105,11 +105,11 @@ def test_s3_answers_500(s3, tmp_path, share, caplog):
     while share == 1 and "upload failed" not in caplog.text:
         time.sleep(0.05)
     if share == 1:
-        assert kept.remote.known == []
+        assert kept.copies.remote.known == []
         s3.well()
     kept.close()
     s3.well()
-    assert {h.step for h in kept.remote.scan().values() if h} >= {2, 3}
+    assert {h.step for h in kept.copies.remote.scan().values() if h} >= {2, 3}
     s3.fail(0.3)
     point = manager(tmp_path / "b").resume_point()
     assert point.step == 3 and (point.folder / "part2").read_bytes() == bytes([2]) * 70_000
@@ -128,7 +128,7 @@ def test_s3_does_not_answer(s3, tmp_path, monkeypatch):
         assert kept.save(step, write)
     monkeypatch.setattr("fsdp_demo.status._ends_at", time.monotonic() + 1.5)
     kept.upload_rest()
-    assert list(kept.uploads._waiting) == [1, 2]
+    assert list(kept.copies.uploads._waiting) == [1, 2]
     monkeypatch.setattr("fsdp_demo.status._ends_at", float("inf"))
     s3.well()
     kept.close()

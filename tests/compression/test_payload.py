@@ -4,20 +4,15 @@ by hand.
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from fsdp_demo.compression import sparse
 from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.config.parts import Codec
-from fsdp_demo.peers import header as frame
 
 from ..oracles import quantise as slow_values
 from ..oracles import topk as slow_topk
-from ..oracles import wire as slow_wire
-from ..support.sealed import seal, unseal
 from ..support.sections import decode_sparse
 from ..support.transforms import random, transform
 from .test_codecs_oracle import slots
@@ -77,26 +72,3 @@ def test_payload_empty():
     data = sparse.encode_sparse(layout, Codec("dct", "topk"), layout.new("cpu"))
     positions, found, dense = decode_sparse(layout, Codec("dct", "topk"), data)
     assert (len(data), len(positions), len(found), len(dense)) == (0, 0, 0, 0)
-
-
-def test_header_round_trip():
-    """A header and its body come back."""
-    header = frame.Header(digest=2**64 - 1, step=2**32 - 1, weight=0.25, loss=float("nan"))
-    got, body = unseal(seal(header, torch.arange(7, dtype=torch.uint8)), header, "island 1")
-    assert body.tolist() == list(range(7))
-    assert got.weight == 0.25
-    assert math.isnan(got.loss)
-    assert got.flags == 0
-
-
-def test_payload_golden_bytes():
-    """The bytes of a small payload, written down once: a change here is a new wire version."""
-    layout = Layout([(64, 64), (3,)], ["plain", "plain"])
-    block = torch.zeros(64, 64)
-    block[0, 5], block[1, 0], block[63, 63] = 127.0, -2.5, 1.5
-    work = layout.pack([block, torch.tensor([1.0, -2.0, 0.5])], layout.new("cpu"))
-    body = sparse.encode_sparse(layout, Codec("none", "topk", 3, "int8"), work)
-    # three positions as numbers of 12 bits: the low bytes, then the nibbles above them
-    expected = "803f" + "7ffe02" + "0540ff" + "000f" + "803f00c0003f"
-    assert bytes(body.tolist()).hex() == expected
-    assert slow_wire.positions([[5, 64, 4095]], 4096).hex() == "0540ff000f"

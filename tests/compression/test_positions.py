@@ -16,7 +16,7 @@ from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.compression.sparse import Form, shortest_form
 from fsdp_demo.config.parts import BLOCK, Codec
 
-from ..oracles import twelve_bits, wire
+from ..oracles import wire
 from ..support.sections import decode_sparse
 
 quick = settings(deadline=None, max_examples=60, derandomize=True)
@@ -257,39 +257,7 @@ def test_positions_damaged_section_inside_workspace(seed: int) -> None:
         assert torch.equal(places // BLOCK, right // BLOCK)  # each in its own block
 
 
-def test_positions_damage_stays_in_window() -> None:
-    """Damage in one window does not reach another."""
-    f, index = shortest_form(BLOCK, 32), chosen(16, BLOCK, 32)
-    planes = sparse.encode_positions(f, index)
-    for plane, size in zip(planes, f.planes, strict=True):
-        plane[8 * size // 8 :] = 0xFF
-    part = [p[: 8 * n // 8] for p, n in zip(planes, f.planes, strict=True)]
-    assert torch.equal(sparse.decode_positions(f, part, 8), index[:8])
-
-
 # ---- the oracle of speed -----------------------------------------------------------------------
 
 
-@quick
-@given(st.lists(st.integers(0, 4095), max_size=50))
-def test_positions_twelve_bit_packing(numbers: list[int]) -> None:
-    """The packing in twelve bits, the yardstick of the benchmark, comes back."""
-    packed = twelve_bits.pack12(torch.tensor(numbers, dtype=torch.int64))
-    assert bytes(packed.tolist()) == wire.pack12(numbers)
-    assert (
-        twelve_bits.unpack12(packed, len(numbers)).tolist()
-        == numbers
-        == wire.unpack12(bytes(packed.tolist()), len(numbers))
-    )
-
-
 # ---- values of one bit -------------------------------------------------------------------------
-
-
-def test_codes_1bit_sign_and_mean() -> None:
-    """The code 1bit is the sign and the mean magnitude."""
-    v = torch.tensor([[1.0, -3.0, 0.0, -0.0, 6.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
-    data = formats.encode("1bit", v)
-    # 2.0 and 0.0 in bf16; signs 0 1 0 1 0 and none
-    assert bytes(data.tolist()).hex() == "0040" + "0000" + "0a00"
-    assert formats.decode("1bit", data, 2, 5).tolist() == [[2.0, -2.0, 2.0, -2.0, 2.0], [0.0] * 5]

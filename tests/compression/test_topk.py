@@ -8,8 +8,6 @@ import logging
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from fsdp_demo.compression import selection
@@ -20,7 +18,6 @@ from fsdp_demo.config.parts import BLOCK
 from ..oracles import topk as slow_topk
 from ..oracles.topk import topk as oracle
 from ..support.transforms import random
-from .test_codecs_oracle import quick
 
 needs_c = pytest.mark.skipif(selection._kernels is None, reason="the build had no C compiler")
 
@@ -92,17 +89,6 @@ def test_topk_missing_extension_logged_once(monkeypatch, caplog: pytest.LogCaptu
 
 
 # -- selection -----------------------------------------------------------------------------------
-
-
-@quick
-@given(
-    st.lists(st.lists(st.integers(-4, 4), min_size=40, max_size=40), min_size=1, max_size=4),
-    st.integers(1, 40),
-)
-def test_topk_with_ties(rows, k):
-    """Top-k with many ties selects what the oracle selects."""
-    a = torch.tensor(rows, dtype=torch.float32)
-    assert top_k(a, k).tolist() == [slow_topk.topk(row, k) for row in a]
 
 
 @pytest.mark.parametrize("k", [1, 32, 4095, 4096])

@@ -14,7 +14,6 @@ import fsdp_demo
 
 from ..support import trainer_script as script
 from ..support import zero
-from ..support.collectives import Recorder
 from ..support.inside import in_ranks
 
 
@@ -71,18 +70,3 @@ def test_zero_accelerate_islands(me, door, stage):
     torch.manual_seed(7)
     assert not torch.equal(weights["head.weight"], zero.Model().head.weight)
     return weights, rate
-
-
-@in_ranks(1, 4, env={"ISLAND_COUNT": ""}, timeout=90)
-def test_zero_accelerate_mesh(me):
-    """A mesh under Accelerate with a DeepSpeedPlugin sends nothing but payloads between nodes."""
-    acc, model, *rest = prepared(me, "zero2", mesh=True)
-    exchange = fsdp_demo.attach(model, "demo")
-    sent = exchange.metrics()["bytes_sent"]
-    with Recorder() as seen:
-        loop(acc, model, *rest, steps=2)
-    # payloads have connections of their own
-    assert seen.crossing(2) == [] and exchange.metrics()["bytes_sent"] > sent
-    assert exchange.topology.kind == "mesh"
-    exchange.finish()
-    return zero.whole(model)

@@ -4,14 +4,12 @@ import json
 import logging
 import os
 import re
-import shutil
 import signal
 import sys
 from pathlib import Path
 
 import datasets
 import deepspeed_parts
-import pretrain
 import pretrain_deepspeed
 import pytest
 import report
@@ -89,58 +87,6 @@ def test_zero_recipe_counters_as_json(me):
 
 
 # -- pretrain_deepspeed.py -----------------------------------------------------------------------
-
-
-@pytest.mark.timeout(300)
-def test_zero_recipe_learns_like_fsdp2(run_ranks, tmp_path, source):
-    """Every ZeRO stage learns what FSDP2 learns. The same rows in the same order, the same clipping
-    and schedule: two epochs of diloco, whose channels see single elements.
-    """
-    words = "--exchange diloco --set period=3 --steps 9 --accumulation 2".split()
-    play = player(run_ranks, *source, *words)
-    play(pretrain, tmp_path / "fsdp2")
-    expected, _ = told(tmp_path / "fsdp2")
-    assert expected["validation"][-1][1] < expected["validation"][0][1] - 0.3
-    assert expected["digests_equal"] is True
-    for stage in (1, 2, 3):
-        out = tmp_path / f"zero{stage}"
-        play(pretrain_deepspeed, out, "--deepspeed", json_of(stage))
-        for island in range(2):
-            theirs = losses(tmp_path / "fsdp2", island)
-            assert losses(out, island) == pytest.approx(theirs, rel=1e-5)
-        summary, _ = told(out)
-        found, wanted = ([v[1] for v in s["validation"]] for s in (summary, expected))
-        assert found == pytest.approx(wanted, rel=1e-5)
-        for key in (*SAME, "parameters", "lr"):
-            assert summary[key] == expected[key], key
-        assert summary["zero"] == stage and not summary["bf16"]
-
-
-@pytest.mark.parametrize(("stage", "preset", "bf16"), [(2, "demo", False), (3, "demo", True)])
-def test_zero_recipe_resume_bit_for_bit(run_ranks, tmp_path, source, stage, preset, bf16):
-    """A resumed run of the recipe is the uninterrupted one."""
-    words = f"--exchange {preset} --steps 6 --save-every 2 --deepspeed {json_of(stage)}".split()
-    play = player(run_ranks, *source, *words, *(["--bf16"] * bf16))
-    play(pretrain_deepspeed, tmp_path / "whole")
-    for island in range(2):
-        assert (tmp_path / "whole" / f"island{island}" / "latest").read_text() == "global_step6"
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    for island in range(2):  # as if the machines had gone down after step 5
-        home = tmp_path / "cut" / f"island{island}"
-        shutil.rmtree(home / "global_step6")
-        (home / "latest").write_text("global_step4")
-        (home / "summary.json").unlink()
-        lines = (home / "metrics.jsonl").read_text().splitlines(keepends=True)
-        (home / "metrics.jsonl").write_text("".join(lines[:5]) + lines[5][:20])
-    play(pretrain_deepspeed, tmp_path / "cut", "--resume")
-    for island in range(2):
-        (whole, lines) = told(tmp_path / "whole", island)
-        (resumed, others) = told(tmp_path / "cut", island)
-        for key in ("step", "lr", "loss", "global_loss", "tokens", "bytes_sent"):
-            assert [line[key] for line in others] == [line[key] for line in lines], key
-        assert resumed["validation"] == whole["validation"] and resumed["digests_equal"] is True
-        assert resumed["bytes_sent_per_island"] == whole["bytes_sent_per_island"] > 0
-        assert resumed["bf16"] is bf16
 
 
 @pytest.mark.parametrize("stage", [2, 3])

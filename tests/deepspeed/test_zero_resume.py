@@ -20,10 +20,8 @@ from deepspeed_ext import checkpoints
 from deepspeed_ext.checkpoint_methods import separate
 from fsdp_demo.checkpoint import load_exchange
 from fsdp_demo.checkpoint.files import copied
-from fsdp_demo.checkpoint.folders import Fence
-from fsdp_demo.errors import NeedsDecision, Superseded
+from fsdp_demo.errors import NeedsDecision
 from fsdp_demo.integrations.export.weights import anchors
-from fsdp_demo.peers.votes import Ranks
 from fsdp_demo.tools.inspect import inspect
 
 from ..support import zero
@@ -299,22 +297,6 @@ def test_zero_save_nan_refused(me, tmp_path, where) -> None:
     saved = made.save_checkpoint(str(tmp_path), "one")
     exchange.detach()
     assert saved == (tmp_path / f"island{me.island}" / "one").exists() == (me.island == 0)
-
-
-@in_ranks()
-def test_zero_save_earlier_life_writes_nothing(me, tmp_path) -> None:
-    """A process of an earlier life writes nothing."""
-    own = tmp_path / f"island{me.island}"
-    made, exchange = make(zero.settings("zero1"), "demo")
-    made.save_checkpoint(str(tmp_path), "one")
-    torch.distributed.barrier()
-    if me.proc == 0:
-        Fence(own, "later").take(Ranks(None, 0, 1))
-    torch.distributed.barrier()
-    with pytest.raises(Superseded, match="belongs to a later life"):
-        made.save_checkpoint(str(tmp_path), "two")
-    exchange.detach()
-    assert not (own / "two").exists() and (own / "latest").read_text() == "one"
 
 
 @in_ranks()

@@ -3,9 +3,7 @@ recipe, and the Trainer.
 
 Each replica has a directory of its own, as on disks that nobody shares."""
 
-import json
 import shutil
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -129,37 +127,6 @@ def test_zero_take_over_engine_forwarded() -> None:
 
 
 # ---- the recipe and the Trainer ----------------------------------------------------------------
-
-
-@in_ranks(timeout=180)
-def test_zero_take_over_recipe(me) -> None:
-    """The recipe goes on after a take-over."""
-    import pretrain_deepspeed
-
-    patch = pytest.MonkeyPatch()
-    # lives share a process and its group here
-    patch.setattr("torch.distributed.destroy_process_group", lambda *a: None)
-    text, disk = me.folder / "text.txt", me.folder / f"disk{me.island}"
-    if me.rank == 0:
-        text.write_text("to be, or not to be, that is the question\n" * 400)
-        (me.folder / "written").touch()
-    while not (me.folder / "written").exists():
-        time.sleep(0.01)
-    flags = "--model tiny --sequence_length 32 --exchange demo --lr 3e-3 --eval_batches 2 --steps 6"
-    flags += f" --log_every 1 --save_every 3 --data {text} --output {disk}"
-    home, steps = disk / f"island{me.island}", []
-    for more in ("", "--resume"):
-        patch.setattr("sys.argv", ["pretrain_deepspeed.py", *flags.split(), *more.split()])
-        pretrain_deepspeed.main()
-        torch.distributed.barrier()
-        lines = (home / "metrics.jsonl").read_text().splitlines()
-        steps.append([json.loads(line)["step"] for line in lines])
-        torch.distributed.barrier()  # everybody has read before anything is removed
-        if me.proc == 0 and not more:
-            shutil.rmtree(home if me.island else home / "global_step6")
-            (home / "latest").write_text("global_step3") if not me.island else None
-        torch.distributed.barrier()
-    assert steps[0] == [1, 2, 3, 4, 5, 6] and steps[1][-3:] == [4, 5, 6]
 
 
 @pytest.mark.parametrize(

@@ -90,17 +90,6 @@ def test_zero_trainer_nan_step_skipped(me, stage, preset, changes):
     return masters, rates
 
 
-@in_ranks(1, env={"ISLAND_COUNT": ""})
-def test_zero_trainer_alone_is_plain_training(me):
-    """One island alone trains as without the callback."""
-    out = []
-    for where, line in (("plain", {}), ("line", one_line("diloco", period=2))):
-        trained = script.trained(me.folder / where, line, deepspeed=zero.for_trainer("zero1"))
-        out.append((script.parameters(trained), history(trained, "loss"), trained.args.output_dir))
-    plain, line = out
-    assert torch.equal(plain[0], line[0]) and plain[1] == line[1] and line[2].endswith("/line")
-
-
 REFUSED = [
     ("diloco", {"max_grad_norm": 0.5}, {},
         ("max_grad_norm=0.5 and no gradient_clipping in DeepSpeed's configuration",

@@ -113,22 +113,6 @@ def test_early_part_long_goes_to_one_which_forwards_it() -> None:
 
 @pytest.mark.parametrize("gathered", [True, False])
 @in_a_process
-def test_early_part_held_in_one_peer_group_does_not_count(gathered: bool) -> None:
-    """An early part that the others hold in one of two peer groups does not count."""
-    of = Islands(3, ranks=2)
-
-    def deaf(line: Any) -> None:
-        if line._driver.machine.rank == 1:
-            line._driver.early_pieces.offer = lambda: None
-
-    of.run(leaves(gathered, deaf, 1.0))
-    assert of.results[1, 0] is True and of.results[1, 1] is False
-    found = of.survivors(1)
-    assert agree(found[0::2]) == agree(found[1::2]) == [(0, 1, 2)] * AT + [(0, 2)] * 3
-
-
-@pytest.mark.parametrize("gathered", [True, False])
-@in_a_process
 def test_early_part_while_the_others_wait(gathered: bool) -> None:
     """An early part counts if the others wait in that message already."""
     of = Islands(3)

@@ -4,8 +4,6 @@ and what can go wrong.
 
 from __future__ import annotations
 
-import copy
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -18,17 +16,12 @@ from torch.distributed.fsdp import fully_shard
 
 import fsdp_demo
 from fsdp_demo import Channel, ExchangeConfig, SyncSchedule, preset
-from fsdp_demo.checkpoint import load_exchange, save_exchange
 
 from ..channels.test_presets_oracle import adamw, coding, demo, follow, sgd, start, worst_of
 from ..oracles import presets as oracle
 from ..support import probe
 from ..support.inside import in_ranks
-from ..support.small import same as bit_equal
-from ..support.threaded import Tap
-from ..support.transforms import transform
 from ..support.two_layers import train
-from ..support.world import replica
 
 ALIGNED = ["aligned.weight"]
 
@@ -127,24 +120,6 @@ def test_full_equals_large_batch(run_ranks, clip):
         assert difference(params, {n: p.detach() for n, p in model.named_parameters()}) < 2e-5
 
 
-@pytest.mark.parametrize("transformed", [True, False])
-@pytest.mark.parametrize("feedback", ["subtract", "none"])
-def test_sparse_all_kept_equals_dense(run_ranks, feedback, transformed):
-    """A sparse channel that keeps all coefficients is a dense method. k = block, no sign, divisor
-    R. subtract: nothing stays, plain SGD on the mean gradient; none: dense momentum SGD.
-    """
-    config = demo(topk=4096, sign=False, beta=0.9, transform=transformed)
-    # over senders an exact zero would not count
-    config = config.changed({"feedback": feedback, "reducer.mean_over": "replicas"})
-
-    def momentum(params: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=0.01, momentum=0.9)
-
-    truth = follow(oracle.Full(start(0), 2, momentum if feedback == "none" else sgd), 0, 20)[-1][0]
-    for params in run_ranks(lambda me: probe.train(me, config, sgd)["params"][-1]):
-        assert difference(truth, params) < 2e-5
-
-
 # -- shards --------------------------------------------------------------------------------------
 
 
@@ -237,132 +212,16 @@ def test_scalar_parameters_exchanged(me):
     assert float(scale) == pytest.approx(1 - 0.01 * 2)
 
 
-# -- the momentum of the released rule -----------------------------------------------------------
-
-
-def test_accumulator_sum_dense_recursion(run_ranks):
-    """The sum of the accumulators obeys the dense recursion. Rule released, mean over replicas,
-    int8: sum_r a_r = beta sum_r a_r + sum_r T(D_r) at every exchange, to rounding.
-    """
-    config = decoupled(rule="released", inner_optimizers="as_is")
-
-    def run(me):
-        kept = []
-
-        def look(t, exchange):
-            channel = exchange.channels[0]
-            work = exchange.state_dict()["channels"]["delta"]["accumulator"].clone()
-            transform(channel.layout, work, inverse=True)
-            out = [torch.zeros(channel.host.params[i].shape) for i in channel.covered]
-            channel.layout.unpack(work, out)
-            names = [channel.host.params[i].name for i in channel.covered]
-            kept.append(dict(zip(names, out, strict=True)))
-
-        probe.train(me, config, sgd, 10, each=look)
-        return kept
-
-    kept = run_ranks(run, 3, 1)
-    dense = {n: torch.zeros(probe.SHAPES[n], dtype=torch.float64) for n in probe.TRAINED}
-    for t in range(1, 10, 2):
-        for n, b in dense.items():
-            deltas = [
-                0.01 * probe.island_gradient(0, s, r)[n].double()
-                for s in (t - 1, t)
-                for r in range(3)
-                if n != "sometimes" or r == 0
-            ]
-            b.mul_(0.95).add_(sum(deltas))
-            total = sum(replica[t][n].double() for replica in kept)
-            assert float((total - b).abs().max()) < 1e-5
-
-
-@pytest.mark.parametrize("kind", ["replicas", "senders"])
-def test_accumulator_mean_over_senders(run_ranks, kind):
-    """The mean over senders inflates the sum of the accumulators. R = 3; row 0 is sent by one
-    replica only, row 1 by two, row 2 by all: over senders their sum grows R / |senders| times.
-    """
-    options = {"topk": 3, "value_dtype": "fp32", "transform": False, "inner_optimizers": "as_is"}
-    config = decoupled(rule="released", reducer=kind, period=1, **options)
-
-    def run(me):
-        weight = nn.Parameter(torch.zeros(64, 64))
-        optimizer = torch.optim.SGD([weight], lr=1.0)
-        exchange = fsdp_demo.attach(optimizer, config)
-        weight.grad = torch.zeros(64, 64)
-        weight.grad[0, 0] = 1.0 if me.island == 0 else 0.0
-        weight.grad[1, 0] = 2.0 if me.island < 2 else 0.0
-        weight.grad[2, 0] = 4.0
-        optimizer.step()
-        return exchange.state_dict()["channels"]["delta"]["accumulator"].view(64, 64)[:3, 0].clone()
-
-    total = sum(run_ranks(run, 3, 1))
-    before = torch.tensor([1.0, 4.0, 12.0])
-    inflated = before * torch.tensor([3.0, 1.5, 1.0])
-    assert torch.allclose(total, before if kind == "replicas" else inflated)
-
-
 # -- bytes and messages --------------------------------------------------------------------------
 
 
-def metered(me, config, steps, sharded=True, names=None, topology=None) -> dict[str, Any]:
-    """Bytes by the exchange's meter, and messages and bytes by its connections, in total and per
-    step.
-    """
-    options = dict(topology=topology, inner_optimizers="as_is")
-    job = probe.Job(me, config, sgd, 0, names, sharded, **options)
-    tap, sends = Tap(job.exchange), []
-    for t in range(steps):
-        for micro in range(3):
-            job.backward(3 * t + micro)
-        assert len(tap.all_left()) == sum(sends)  # nothing crosses on a micro-batch
-        job.end_step()
-        sends.append(len(tap.all_left(sum(sends))))
-    metrics = job.exchange.metrics()
+def sent(me, config, steps, sharded, names=None) -> int:
+    """Bytes that this rank has sent in so many steps."""
+    job = probe.Job(me, config, sgd, 0, names, sharded, inner_optimizers="as_is")
+    job.steps(steps)
+    found = job.exchange.metrics()["bytes_sent"]
     job.exchange.detach()
-    sent: Counter[int] = Counter()
-    for to, size in tap.sent:
-        sent[to] += size
-    return {"sends": sends, "sent": sent, **metrics}
-
-
-def consistent(outs: list[dict[str, Any]]) -> bool:
-    """Whether each meter's bytes are those of the connections, here and (received) at the peers."""
-    sent = [out["bytes_sent"] == sum(out["sent"].values()) for out in outs]
-    received = [
-        out["bytes_received"] == sum(other["sent"].get(i, 0) for other in outs)
-        for i, out in enumerate(outs)
-    ]
-    return all(sent) and all(received)
-
-
-@pytest.mark.parametrize("islands", [2, 3])
-def test_meter_bytes_and_due_messages(run_ranks, islands):
-    """The meter counts to the byte, and messages leave when they are due. Sparse: one message a
-    step. Dense: the header and two legs. Sizes by hand for four full blocks, k = 32, int8.
-    """
-
-    def run(me, config):
-        me, topology, _ = replica(me)
-        return metered(me, config, 4, names=ALIGNED, topology=topology)
-
-    sparse = preset("decoupled_momentum", transform=True, period=2)
-    peers, outs = islands - 1, run_ranks(run, 1, islands, args=(sparse,))
-    assert consistent(outs)
-    for out in outs:
-        # header, four blocks: scale, values; 53 flags, symbols, 4 and 1 low bits of positions
-        message = 56 + 4 * (2 + 32) + 27 + 4 * (8 + 16 + 4)
-        assert out["sends"] == [0, peers, 0, peers] and out["messages"] == out["exchanges"] == 2
-        assert out["bytes_sent"] == out["bytes_received"] == 2 * peers * message
-    dense = preset("diloco", momentum_warmup=0, period=2)
-    outs = run_ranks(run, 1, islands, args=(dense,))
-    assert consistent(outs)
-    for out in outs:
-        n = 4 * 128 * 128
-        assert out["sends"] == [0, 3 * peers, 0, 3 * peers]
-        assert (out["messages"], out["exchanges"]) == (6, 2)
-        ideal = 2 * n * peers / islands
-        # three headers, uneven parts
-        assert 0 <= out["bytes_sent"] / 2 - ideal <= peers * 3 * 56 + 8 * peers
+    return found
 
 
 @pytest.mark.parametrize("config", [
@@ -375,7 +234,7 @@ def test_bytes_independent_of_sharding(run_ranks, config):
 
     def run(me):
         ways = [True, False] if me.procs == 2 else [True]
-        return [metered(me, config, 2, sharded, ALIGNED)["bytes_sent"] for sharded in ways]
+        return [sent(me, config, 2, sharded, ALIGNED) for sharded in ways]
 
     one = [sum(v) for v in zip(*run_ranks(run, 2, 1)[:1], strict=True)]
     two = [sum(v) for v in zip(*run_ranks(run, 2, 2)[:2], strict=True)]
@@ -390,7 +249,7 @@ def test_bytes_unsharded_blocks_dealt(run_ranks):
     """
 
     def run(me):
-        return metered(me, preset("demo"), 1, sharded=False)["bytes_sent"]
+        return sent(me, preset("demo"), 1, sharded=False)
 
     one, two = run_ranks(run, 2, 1), run_ranks(run, 2, 2)
     assert one[0] == one[1] and two[0] + two[1] == two[2] + two[3]
@@ -561,66 +420,6 @@ def test_outer_parameters_show_anchor(run_ranks):
     results = run_ranks(lambda me: run(me, RELEASED))
     mean = {n: (results[0][1][n] + results[2][1][n]) / 2 for n in results[0][1]}
     assert all(difference(mean, shown) < 1e-6 for _, _, shown in results)
-
-
-PLAIN = {"clip": None}
-LATE = {"schedule.delay": 1}
-RESUMED = {
-    "demo": demo(value_dtype="int8"),
-    "demo-late": demo(value_dtype="int8", **{"schedule.delay": 2}),
-    "random": preset("random", **PLAIN),
-    "diloco": preset("diloco", period=3, momentum_warmup=3, **PLAIN, **LATE),
-    "diloco-queue": preset("diloco", momentum_warmup=0, period=2, **PLAIN, **{"schedule.delay": 5}),
-    "decoupled_momentum": preset("decoupled_momentum", transform=True, period=3, **PLAIN),
-    "released": decoupled(rule="released", average_every=2),
-    "streaming_diloco": preset("streaming_diloco", momentum_warmup=0, period=3, delay=2, layers=0,
-        **PLAIN),
-    "local_sgd-queue": preset("local_sgd", period=2, **PLAIN, **{"schedule.delay": 5}),
-    "desloc": preset("desloc", embeddings=True, period=2, **PLAIN),
-    "sparse_loco": preset("sparse_loco", period=3, **PLAIN),
-    "sign_loco": preset("sign_loco", beta=0.6, period=3, momentum_warmup=2, **PLAIN, **LATE),
-    # the second phase begins at the step of the save, before the last message of the first lands
-    "sign_loco-switch": preset("sign_loco", period=3, momentum_warmup=2, switch=6, **PLAIN, **LATE),
-    # in the middle of the second phase, with what is kept
-    "sign_loco-late": preset("sign_loco", period=2, switch=3, late_topk=20, **PLAIN),
-    "sign_loco-kept": preset("sign_loco", period=4,
-        **{"schedule.delay": 2, "applier.keep_steps": True}),
-    "diloco-eager": preset("diloco", period=3, **{"schedule.delay": 3, "applier.own_share": 0.5}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", RESUMED)
-@in_ranks()
-def test_resume_equals_uninterrupted_run(me, name):
-    """A run that is resumed from the files of `save_exchange` is the run that was not interrupted.
-    Bit for bit, in the middle of a period, with payloads in flight.
-    """
-    config, inner = RESUMED[name], sgd if name.startswith(("demo", "random")) else adamw
-    job, folder = probe.Job(me, config, inner), me.folder / f"home{me.island}"
-    job.steps(6)
-    save_exchange(folder, job.exchange)
-    moments = copy.deepcopy(job.optimizer.state_dict())
-    weights = [p.to_local().detach().clone() for p in job.model.parameters()]
-    flights = len(job.exchange.state_dict()["in_flight"])
-    assert flights == 2 if name == "demo-late" else flights <= 3
-    job.steps(6, 11)
-    state = copy.deepcopy(job.exchange.state_dict())
-    job.exchange.detach()
-
-    def loaded(params):
-        params = list(params)
-        with torch.no_grad():
-            for p, w in zip(params, weights, strict=True):
-                p.to_local().copy_(w)
-        optimizer = inner(params)
-        optimizer.load_state_dict(moments)
-        return optimizer
-
-    again = probe.Job(me, config, loaded, state=load_exchange(folder))
-    assert again.exchange.step == 6 and len(again.exchange.state_dict()["in_flight"]) == flights
-    again.steps(6, 11)
-    assert same(job.whole(), again.whole())
-    assert bit_equal(state, again.exchange.state_dict())
 
 
 @in_ranks(procs=1)

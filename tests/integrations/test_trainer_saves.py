@@ -20,10 +20,8 @@ from transformers import TrainerCallback
 
 import fsdp_demo
 from fsdp_demo.checkpoint import CheckpointManager
-from fsdp_demo.checkpoint.folders import Fence
-from fsdp_demo.errors import NeedsDecision, Superseded
+from fsdp_demo.errors import NeedsDecision
 from fsdp_demo.integrations.trainer import state
-from fsdp_demo.peers.votes import Ranks
 
 from ..support import trainer_script as script
 from ..support.damage import flip
@@ -220,19 +218,6 @@ def test_trainer_save_swapped_folders_refused(me):
         made(me, max_steps=8).train(resume_from_checkpoint="auto")
     kept = CheckpointManager(own(me), fsdp_demo.Topology.from_env())
     assert every == list(kept.whole()) and [h.owner for h in kept.held()] == [1 - me.island] * 3
-
-
-@in_ranks(2, 1)
-def test_trainer_save_earlier_life_writes_nothing(me):
-    """A process of an earlier life writes nothing."""
-
-    def usurped(args, *_, **__):
-        Fence(Path(args.output_dir), "later").take(Ranks(None, 0, 1))
-
-    trained = made(me, [script.At("on_step_end", usurped, 4)], max_steps=6, save_steps=2)
-    with pytest.raises(Superseded, match="belongs to a later life"):
-        trained.train()
-    assert script.checkpoints(trained) == ["checkpoint-2"]
 
 
 def node(rank):

@@ -121,14 +121,14 @@ TAKES_OVER = "takes over from them"
 ])  # fmt: skip
 def test_inspect_says_of_which_islands_a_step_is_whole(found: list[Any], says: str) -> None:
     """The summary of `inspect` says which islands share which step."""
-    from fsdp_demo.tools.inspect import shared
+    from fsdp_demo.tools.inspect_words import shared
 
     assert shared(found).endswith(says), shared(found)
 
 
 def test_inspect_of_several_begins_with_the_summary() -> None:
     """Of several checkpoints `inspect` says first what the islands share, then a line on each."""
-    from fsdp_demo.tools.inspect import overview
+    from fsdp_demo.tools.inspect_words import overview
 
     here = [described(5, i, 2) | {"folder": f"i{i}/5", "preset": "demo"} for i in range(2)]
     torn = {"folder": "i1/6", "complete": False, "problems": ["i1/6/rank0.json is damaged"]}
@@ -154,7 +154,7 @@ def test_inspect_counts_an_early_part(tmp_path, inspected, capsys) -> None:
     from fsdp_demo import attach
     from fsdp_demo.checkpoint import save_exchange
     from fsdp_demo.exchange.saved_state import History
-    from fsdp_demo.tools.inspect import shared
+    from fsdp_demo.tools.inspect_words import shared
 
     exchange = attach(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))]), "local_sgd")
     exchange._queue.history = History(2, early=(1,))
@@ -172,7 +172,7 @@ def test_inspect_counts_an_early_part(tmp_path, inspected, capsys) -> None:
 
 def test_inspect_tokens_of_islands() -> None:
     """The number of tokens says of which islands it is the sum."""
-    from fsdp_demo.tools.inspect import of_islands
+    from fsdp_demo.tools.inspect_words import of_islands
 
     assert of_islands([2, 0]) == "the sum over islands 0 and 2"
     assert of_islands([1]) == "of island 1"
@@ -182,7 +182,7 @@ def test_inspect_says_what_a_resume_does() -> None:
     """The summary of `inspect` says what a resume does. (The numbers are those of a run that was
     rolled back by 320 steps against what `inspect` had said.)
     """
-    from fsdp_demo.tools.inspect import shared
+    from fsdp_demo.tools.inspect_words import shared
 
     steps = [(100,), (100, 400, 420), (100, 400, 420)]
     found = [described(s, i, 3, [1, 2]) for i in range(3) for s in steps[i]]

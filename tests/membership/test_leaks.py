@@ -65,20 +65,3 @@ def test_membership_changes_leak_no_descriptor_or_thread() -> None:
     assert agree(here.survivors()) == [(0, 1, 2)] * CHANGES
     warm, after = found
     assert all(now <= then for now, then in zip(after, warm, strict=True)), (warm, after)
-
-
-@pytest.mark.slow
-@in_ranks(1, 1, timeout=280)
-def test_lost_islands_leak_no_descriptor_or_thread() -> None:
-    """Fifty lost islands leave no descriptor and no thread. One of three is killed in the middle of
-    a message; then the others part: a hundred ends of a member.
-    """
-    found: list[tuple[int, int, int]] = []
-    for k in range(CHANGES // 2):
-        here = Islands(3)
-        here.kill_at_frame(1 + k % 12, (k % 3, 0))
-        here.run(lambda line: [exchanged(line, n) for n in range(4)])
-        agree(here.survivors(k % 3))
-        found.append(counts() if k < 3 else settled_at(found[2]))
-    warm, after = found[2], found[-1]
-    assert all(now <= then for now, then in zip(after, warm, strict=True)), (warm, after)

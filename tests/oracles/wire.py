@@ -1,5 +1,5 @@
-"""Numbers on the wire through strings of '0' and '1', low bits first, byte 0 first: 12-bit packing,
-and the positions of a section, block by block and bit by bit.
+"""The positions of a section on the wire, block by block and bit by bit, through strings of '0' and
+'1', low bits first, byte 0 first.
 """
 
 from __future__ import annotations
@@ -7,27 +7,9 @@ from __future__ import annotations
 from itertools import product
 
 
-def pack12(numbers: list[int]) -> bytes:
-    """The bit string of all numbers, filled with zeros to whole bytes."""
-    return _bytes("".join(format(n, "012b")[::-1] for n in numbers))
-
-
-def unpack12(data: bytes, count: int) -> list[int]:
-    """The first `count` numbers of a buffer that `pack12` made."""
-    bits = _bits(data)
-    return [int(bits[12 * i : 12 * i + 12][::-1], 2) for i in range(count)]
-
-
 def _bytes(bits: str) -> bytes:
     bits += "0" * (-len(bits) % 8)
     return bytes(int(bits[i : i + 8][::-1], 2) for i in range(0, len(bits), 8))
-
-
-def _bits(data: bytes) -> str:
-    return "".join(format(byte, "08b")[::-1] for byte in data)
-
-
-# ---- positions ---------------------------------------------------------------------------------
 
 
 def low_and_flags(n: int, k: int) -> tuple[int, int]:

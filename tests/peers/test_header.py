@@ -316,22 +316,6 @@ def reheaded(digest: int = 0, step: int = 0) -> Any:
     return change
 
 
-@pytest.mark.timeout(120)
-@in_ranks(1, 1, timeout=100)
-def test_exchange_refuses_torn_bytes() -> None:
-    """A message with one torn byte is refused by the exchange, and nothing of it is applied: bytes
-    of all parts of a message (`test_header_refuses_every_bit_flip` has every bit).
-    """
-    layout = Layout([(64, 64), (3,)], ["transform"] * 2)
-    size = 56 + 1 + sparse.sparse_bytes(layout, CONFIGS["demo"].channels[0].codec)
-    for at in (*range(0, size, 6), size - 1):
-        text = refused(CONFIGS["demo"], flip(at, at % 8), steps=1)
-        assert "island 1 (island1)" in text, text
-    with pytest.raises((IndexError, AssertionError)):
-        refused(CONFIGS["demo"], flip(size), steps=1)
-    assert size == 56 + 1 + 13
-
-
 @pytest.mark.parametrize("late", [False, True])
 @in_ranks(1, 1)
 def test_exchange_refuses_tampering_in_every_transport(late: bool) -> None:

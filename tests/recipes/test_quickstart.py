@@ -1,6 +1,4 @@
-"""The real thing, small: `recipes/quickstart.sh` on a tiny model, and an interrupted run that goes
-on.
-"""
+"""The real thing, small: `recipes/quickstart.sh` on a tiny model."""
 
 import json
 import math
@@ -11,10 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from data import ByteTokenizer, load_data
-
-from ..support.inside import in_ranks
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -176,62 +171,6 @@ def test_quickstart_fits_sign_loco(options, fitted):
 
 
 # -- interrupted and resumed ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("preset", ["demo", "diloco", "decoupled_momentum"])
-@in_ranks(timeout=120)
-def test_pretrain_interrupted_goes_on_bit_for_bit(me, preset):
-    """An interrupted run goes on bit for bit: six steps in one go are three steps, a save on the
-    way out, a new process's worth of objects, and three steps.
-    """
-    from accelerate.state import AcceleratorState, GradientState
-    from model import load_model
-
-    import fsdp_demo
-    from fsdp_demo.checkpoint import CheckpointManager, RunState
-    from fsdp_demo.integrations.accelerate import accelerator as island_accelerator
-
-    generator = torch.Generator().manual_seed(2)
-    rows = torch.randint(0, 256, (6, 2, 2, 2, 32), generator=generator)[:, me.island, me.proc]
-    config = fsdp_demo.preset(preset, **({} if preset == "demo" else {"period": 2}))
-    run = os.environ["ISLAND_RUN"]
-
-    def start(saved):
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
-        accelerator = island_accelerator()
-        # the resumed run starts from other weights, which must not matter
-        torch.manual_seed(0 if not saved else 7)
-        model = load_model("tiny", 258)
-        optimizer = fsdp_demo.base_optimizer(config, model.named_parameters(), 0.01)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        os.environ["ISLAND_RUN"] = f"{run}-{saved}"
-        topology = fsdp_demo.Topology.from_env()
-        manager = CheckpointManager(me.folder / topology.name, topology)
-        state = RunState(manager, model, optimizer)
-        state.restore(saved)
-        how = {"model": model, "topology": topology, "state": state.saved}
-        exchange = fsdp_demo.attach(optimizer, config, **how)
-        return accelerator, model, optimizer, exchange, state
-
-    def steps(accelerator, model, optimizer, exchange, state, until):
-        while exchange.step < until:
-            batch = rows[exchange.step]
-            accelerator.backward(model(input_ids=batch, labels=batch).loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        return np.concatenate([p.to_local().detach().flatten().numpy() for p in model.parameters()])
-
-    parts = start(False)
-    steps(*parts, 3)
-    parts[4].save(parts[3], last=True)
-    whole = steps(*parts, 6)
-    parts[3].finish()
-    parts = start(True)
-    assert parts[3].step == 3
-    resumed = steps(*parts, 6)
-    parts[3].finish()
-    assert np.array_equal(whole, resumed)
 
 
 def test_setup_hands_pips_settings_to_uv():

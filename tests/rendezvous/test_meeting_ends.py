@@ -103,7 +103,7 @@ def test_meeting_note_without_beats_is_missing(monkeypatch: pytest.MonkeyPatch) 
         for key in ("beat/1", "note/0", "note/1"):
             at.set(key, '{"name": "a"}')
         at.set("begun", begun)
-        late = threading.Timer(2.5, lambda: at.set("note/2", '{"name": "b"}'))
+        late = threading.Timer(1.5, lambda: at.set("note/2", '{"name": "b"}'))
         late.start()
         try:
             return starting.gather(
@@ -113,7 +113,7 @@ def test_meeting_note_without_beats_is_missing(monkeypatch: pytest.MonkeyPatch) 
             late.join()
 
     with pytest.raises(PeerLost, match=r"came 0 \(a\), 2 \(b\); missing 1\."):
-        met(4.0, "")
+        met(2.5, "")
     assert list(met(60.0, "0")) == [0, 1, 2]
 
 

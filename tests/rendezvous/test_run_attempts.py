@@ -22,10 +22,8 @@ import torch.distributed as dist
 
 import fsdp_demo
 from fsdp_demo import PeerLost, Topology
-from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.errors import StoreSilent
 from fsdp_demo.exchange import sending
-from fsdp_demo.peers.votes import Ranks
 from fsdp_demo.rendezvous import attempts, starting, stop_notices
 from fsdp_demo.rendezvous.announcement import Rendezvous
 from fsdp_demo.rendezvous.position import ShardPosition
@@ -147,28 +145,6 @@ def test_attempt_next_opens_after_a_death(run_ranks, env) -> None:
         assert outcomes[1].status == 9
 
     assert run_ranks(trained, 2, 1, env=env) == [(f"{env['ISLAND_RUN']}/2", True)] * 2
-
-
-def test_attempt_with_more_islands_whoever_comes_first(run_ranks, env) -> None:
-    """A run goes on with more islands. Two islands have stopped. The third one, which was not among
-    them, comes before they are back.
-    """
-
-    def life(me: Any) -> None:
-        exchange = attach()
-        step(exchange)
-        os._exit(75)
-
-    def again(me: Any) -> tuple[str, bool | None]:
-        topology = Topology.from_env()
-        if me.island != 2:
-            store = topology.open_store()
-            while store.get(f"{topology.run}/attempt") != "1":
-                time.sleep(0.05)
-        return trained()
-
-    run_ranks(life, 2, 1, env=env, check=False)
-    assert run_ranks(again, 3, 1, env=env, timeout=60) == [(f"{env['ISLAND_RUN']}/1", True)] * 3
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -396,20 +372,6 @@ def test_rendezvous_says_whom_it_waits_for(
         rendezvous._gather(store)
     (line,) = [r.getMessage() for r in caplog.records]
     assert line == "waiting for islands 1, 2 of run 'r' at x:1, for 0 s more (ISLAND_TIMEOUT)"
-
-
-@in_ranks(2, 1)
-def test_checkpoint_registry_refuses_unlike_counts(me, env) -> None:
-    """An island that waits for what the others say of their checkpoints is told at once that one of
-    them has another number of islands, as that one is.
-    """
-    told = "island 1 (island1) has ISLAND_COUNT=3, island0 has 2"
-    if me.island == 1:
-        time.sleep(0.5)
-        os.environ["ISLAND_COUNT"] = "3"
-        told = "island 0 (island0) has ISLAND_COUNT=2, island1 has 3"
-    registry = CheckpointRegistry(Topology.from_env(), Ranks(None, 0, 1))
-    assert refusal(lambda: registry.meet({})).startswith(told)
 
 
 @in_a_process

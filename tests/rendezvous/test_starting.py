@@ -80,7 +80,7 @@ def test_start_decision_is_the_same_for_all() -> None:
     over.
     """
     draw = random.Random(0)
-    for _ in range(5):
+    for _ in range(3):
         store, found = dist.HashStore(), dict[int, Any]()
         waits = [draw.uniform(0.0, 0.5) for _ in range(3)]
 

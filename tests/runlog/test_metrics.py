@@ -1,11 +1,9 @@
-"""Metrics have one name each, in the table of docs/metrics.md and in every tracker."""
+"""Metrics have one name each, in the table of docs/metrics.md."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -51,40 +49,3 @@ def test_metrics_names_are_in_the_table() -> None:
         always = {n: of for n, (_, of, _, when) in TABLE.items() if when == "always"}
         assert {n for n, of in always.items() if of != "rank"} <= set(totals)
         assert {n for n, of in always.items() if of != "island"} <= set(rank)
-
-
-def test_metrics_names_reach_a_tracker(tmp_path: Path) -> None:
-    """A tracker of Accelerate gets these names."""
-    accelerate = pytest.importorskip("accelerate")
-    from accelerate.tracking import GeneralTracker, on_main_process
-
-    class Kept(GeneralTracker):
-        name, requires_logging_directory, main_process_only = "kept", False, True
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.logged: list[Any] = []
-
-        @property
-        def tracker(self) -> Any:
-            return self.logged
-
-        @on_main_process
-        def store_init_configuration(self, values: Any) -> None:
-            pass
-
-        @on_main_process
-        def log(self, values: Any, step: int | None = None, **_: Any) -> None:
-            self.logged.append((step, values))
-
-    kept = Kept()
-    accelerator = accelerate.Accelerator(cpu=True, log_with=kept)
-    accelerator.init_trackers("fsdp_demo")
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    exchange = fsdp_demo.attach(optimizer, "diloco", model=model)
-    accelerator.log(tracked(exchange), step=7)
-    exchange.finish()
-    ((step, values),) = kept.logged
-    assert step == 7 and "exchange/seconds_waiting" in values
-    assert all(metric(name) in TABLE for name in values)

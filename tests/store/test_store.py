@@ -282,28 +282,6 @@ def test_store_frozen_is_silent_and_answers_again(tmp_path: Path) -> None:
 
 
 @in_a_process
-def test_store_restart_is_not_noticed(tmp_path: Path) -> None:
-    """A restart of the store between questions, and within one, is not noticed by the client."""
-    store = Durable(tmp_path / "keys")
-
-    def count(key: str) -> str:
-        client = store.client(30.0)
-        for n in range(60):
-            before = str(n) if n else ""
-            assert client.compare_set(key, before, str(n + 1)) == str(n + 1)
-            time.sleep(0.005)
-        return client.get(key)
-
-    with ThreadPoolExecutor(3) as pool:
-        ends = pool.map(count, ["n0", "n1", "n2"])
-        for _ in range(3):
-            time.sleep(0.15)
-            store.kill()
-            store.start()
-        assert list(ends) == ["60", "60", "60"]
-
-
-@in_a_process
 def test_store_dead_cable_is_silence() -> None:
     """A dead cable is reported as silence within the deadline."""
     store = Durable()

@@ -13,7 +13,8 @@ import yaml
 
 from ...errors import counted, size
 from ...runlog.files import EVENTS_FILE, STEPS_FILE, SUMMARY_FILE, read_json, read_lines
-from ...tools.inspect import above, ranks, settings
+from ...tools.inspect import above, settings
+from ...tools.inspect_words import ranks
 from ...version import __version__
 
 

@@ -27,7 +27,8 @@ from ...checkpoint.folders import damaged
 from ...config.schema import ExchangeConfig
 from ...errors import UNREADABLE, first_few
 from ...files import read_json
-from ...tools.inspect import above, exchange_in, find_checkpoints, listed
+from ...tools.inspect import above, exchange_in, find_checkpoints
+from ...tools.inspect_words import listed
 from .weights import outer_tensors
 
 log = logging.getLogger("fsdp_demo")

@@ -1,14 +1,14 @@
 """The rules that name what is wrong, from what was measured.
 
-Each rule is a pure function of an `Examination`; its finding has a section in docs/doctor.md under
-its name. Thresholds stand beside the rules that have them. Here are those about the islands
-themselves: speed of steps and disks, versions, clocks.
+Each rule is a pure function of an `Examination`; its findings have its name, and a section in
+docs/doctor.md under that. Thresholds stand beside the rules that have them.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from ...elastic.descriptors import cure
 from ...errors import size
@@ -52,7 +52,6 @@ def wrong_interface(seen: Examination) -> Iterator[Finding]:
         found = next(r for (_, to), r in sorted(seen.reaches.items()) if to == i and r.other)
         at = f" ({island.interface})" if island.interface else ", an address that it does not have"
         yield Finding(
-            "wrong-interface",
             f"{island.label} names the address {island.address}{at}; nobody reaches it there "
             f"({became(found)}), but {seen.label(found.sender)} reaches it at {found.other}",
             f"set ISLAND_ADDRESS={found.other} on {island.label}",
@@ -73,7 +72,6 @@ def one_sided_firewall(seen: Examination) -> Iterator[Finding]:
         if starts:
             then = "the run starts, but an island that comes back cannot join by this way"
         yield Finding(
-            "one-sided-firewall",
             f"{seen.label(i)} cannot connect to {seen.label(j)} at {reach.address} "
             f"({became(reach)}), while {seen.label(j)} connects to {seen.label(i)}: {then}",
             f"on {seen.label(j)} {RANGE}for the address of {seen.label(i)}; or put both machines "
@@ -93,7 +91,6 @@ def unreachable(seen: Examination) -> Iterator[Finding]:
             continue
         there = "" if back is None else f", nor the other way at {back.address} ({became(back)})"
         yield Finding(
-            "unreachable",
             f"{seen.label(i)} cannot connect to {seen.label(j)} at {reach.address} "
             f"({became(reach)}){there}",
             f"check ISLAND_ADDRESS on both; {RANGE}between them; or put both machines into a "
@@ -111,7 +108,6 @@ def mtu_black_hole(seen: Examination) -> Iterator[Finding]:
             continue
         told.add(pair)
         yield Finding(
-            "mtu-black-hole",
             f"between {seen.label(i)} and {seen.label(j)} packets of {usual(seen, i, j)} bytes "
             f"vanish, those of {reach.packet} bytes pass: something on the way takes smaller "
             "packets only, and does not say so",
@@ -132,7 +128,6 @@ def stalled(seen: Examination) -> Iterator[Finding]:
         if reach.state == OK and not reach.whole and reach.packet == 0:
             way = "to" if reach.forth is False else "from"
             yield Finding(
-                "stalled",
                 f"{seen.label(i)} connects to {seen.label(j)}, but data {way} it do not pass, in "
                 "packets of any size",
                 "look for a proxy, a firewall that inspects connections, or a link that loses most "
@@ -148,7 +143,6 @@ def not_measured(seen: Examination) -> Iterator[Finding]:
         passes = all(r is not None and r.whole for r in reach)  # else that is the reason
         if found.error and passes and (i < j or not seen.directions[j, i].error):
             yield Finding(
-                "not-measured",
                 f"the connections of the exchange between {seen.label(i)} and {seen.label(j)} "
                 f"failed while they were measured: {found.error}",
                 "start fsdp-demo doctor again; if it stays, look at what else uses the link, and "
@@ -194,7 +188,6 @@ def port_100_mbit(seen: Examination) -> Iterator[Finding]:
         if island.speed_mbit is not None and island.speed_mbit <= 100:
             named.add(island.island)
             yield Finding(
-                "port-100-mbit",
                 f"{island.interface} of {island.label} runs at {island.speed_mbit} Mbit/s",
                 "look at cable, plug and the setting of the switch's port: a gigabit needs all "
                 "eight wires and auto-negotiation at both ends (ethtool INTERFACE)",
@@ -208,7 +201,6 @@ def port_100_mbit(seen: Examination) -> Iterator[Finding]:
         rate = max(best for i, j, best in slow if {i, j} == set(pair))
         one, other = (seen.label(i) for i in pair)
         yield Finding(
-            "port-100-mbit",
             f"between {one} and {other} {rate:.0f} Mbit/s pass, with any number of connections: "
             "as much as a port of 100 Mbit/s lets through",
             "look for the port of 100 Mbit/s on the way (ethtool INTERFACE on both machines, then "
@@ -235,7 +227,6 @@ def window_limited(seen: Examination) -> Iterator[Finding]:
             what = "receiver's window" if there > here else "send buffer"
             where = f"waited {100 * max(here, there):.0f} % of the time for the {what}"
         yield Finding(
-            "window-limited",
             f"one connection from {seen.label(i)} to {seen.label(j)} carries {one:.1f} Mbit/s and "
             f"{where} (about {size(window)} per round trip of {found.rtt_ms:.0f} ms); several "
             f"carry {best:.1f} Mbit/s. The exchange uses {found.connections}",
@@ -256,7 +247,6 @@ def slow_start_after_idle(seen: Examination) -> Iterator[Finding]:
         if more < max(PAUSE_MS, PAUSE_TRIPS * rtt) or first < PAUSE_TIMES * warm:
             continue
         yield Finding(
-            "slow-start-after-idle",
             f"after a pause of a second {size(found.idle_bytes or 0)} from {seen.label(i)} to "
             f"{seen.label(j)} take {first:.0f} ms, without a pause {warm:.0f} ms: TCP begins with "
             "a small window again, so each exchange of a method with a period pays it",
@@ -269,7 +259,6 @@ def packet_loss(seen: Examination) -> Iterator[Finding]:
     for i, j, found in measured(seen):
         if found.loss is not None and found.loss >= LOSS:
             yield Finding(
-                "packet-loss",
                 f"of the packets from {seen.label(i)} to {seen.label(j)} {100 * found.loss:.1f} % "
                 "had to be sent again",
                 "look at cables, wireless parts and overfull queues on the way; "
@@ -284,7 +273,6 @@ def unequal_links(seen: Examination) -> Iterator[Finding]:
         others = [r for a, b, r in found if (a, b) != (i, j)]
         if others and rate < UNEQUAL * statistics.median(others):
             yield Finding(
-                "unequal-links",
                 f"from {seen.label(i)} to {seen.label(j)} {rate:.1f} Mbit/s pass, in the other "
                 f"directions {statistics.median(others):.1f} (median): each exchange waits for the "
                 "slowest",
@@ -320,7 +308,6 @@ def unequal_islands(seen: Examination) -> Iterator[Finding]:
         return
     waits = 100 * (1 - took[fast] / took[slow])
     yield Finding(
-        "unequal-islands",
         f"a step takes {took[slow]:.3g} s on {seen.label(slow)} and {took[fast]:.3g} s on "
         f"{seen.label(fast)}, which so waits {waits:.0f} % of the time",
         f"look at what else runs on {seen.label(slow)} (nvidia-smi, top), at its clocks and "
@@ -334,7 +321,6 @@ def open_files(seen: Examination) -> Iterator[Finding]:
         has, needs = island.open_files, island.open_files_needed
         if has is not None and needs is not None and has < needs:
             yield Finding(
-                "open-files",
                 f"{island.label} allows {has:,} open files in a process, and a rank needs up to "
                 f"{needs:,}",
                 cure(needs),
@@ -347,7 +333,6 @@ def slow_disk(seen: Examination) -> Iterator[Finding]:
     for island in seen.islands:
         if island.disk_mb_s is not None and island.disk_mb_s < DISK:
             yield Finding(
-                "slow-disk",
                 f"{island.label} writes {island.disk_mb_s:.1f} MB/s to its disk: 10 GB of "
                 f"checkpoint take {10e3 / max(island.disk_mb_s, 1e-3) / 60:.0f} minutes",
                 "write checkpoints to a local disk (--folder says which one is measured), or "
@@ -363,7 +348,6 @@ def unlike_versions(seen: Examination) -> Iterator[Finding]:
             continue
         stops = what in ("fsdp_demo", "wire")
         yield Finding(
-            "unlike-versions",
             f"{what} differs: " + ", ".join(f"{label} has {has[label]}" for label in has),
             "install one release everywhere"
             + ("" if stops else ": islands with others may differ in the last bit"),
@@ -377,7 +361,6 @@ def clock_offset(seen: Examination) -> Iterator[Finding]:
         off = found.clock_offset_ms
         if i < j and off is not None and abs(off) > CLOCK:
             yield Finding(
-                "clock-offset",
                 f"the clock of {seen.label(j)} is {abs(off) / 1e3:.1f} s "
                 f"{'ahead of' if off > 0 else 'behind'} that of {seen.label(i)}",
                 "let both follow a time server (timedatectl set-ntp true)",
@@ -398,5 +381,5 @@ RULES: dict[str, Callable[[Examination], Iterator[Finding]]] = {
 
 def findings(seen: Examination) -> list[Finding]:
     """The findings of all rules; those that stop a run come first."""
-    found = [finding for rule in RULES.values() for finding in rule(seen)]
+    found = [replace(finding, name=name) for name, rule in RULES.items() for finding in rule(seen)]
     return sorted(found, key=lambda finding: not finding.stops)

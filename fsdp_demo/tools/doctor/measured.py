@@ -153,15 +153,15 @@ class Finding:
     """Something that is wrong, as a rule names it.
 
     Attributes:
-        name: name of the rule, and anchor of its section in `PAGE`.
         says: sentence on what was found, with its numbers. cure: what to do.
         stops: whether a run cannot start or go on with it.
+        name: name of the rule (`findings` gives it), and anchor of its section in `PAGE`.
     """
 
-    name: str
     says: str
     cure: str
     stops: bool = False
+    name: str = ""
 
     @property
     def see(self) -> str:

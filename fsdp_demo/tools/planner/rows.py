@@ -129,7 +129,7 @@ def _row_of_phases(s: Situation, config: ExchangeConfig, chosen: bool) -> Row:
 
 def _memory(s: Situation, config: ExchangeConfig) -> tuple[float, float]:
     """Bytes of one rank on its device, and on its host."""
-    memory = plan_memory(config, s.tensors, s.islands, s.shards, staged=s.device != "cpu")
+    memory = _plan_memory(config, _key(s), s.islands, s.shards, staged=s.device != "cpu")
     own = inner_state(config, s.tensors, s.shards)
     device = 8 * memory.parameters + own  # parameters and gradients in fp32
     device += memory.device_state + memory.device_flight + memory.device_workspace
@@ -260,11 +260,15 @@ def _ring(s: Situation) -> Timed:
 
 
 def _counted(s: Situation, config: ExchangeConfig) -> Cycle:
-    key = tuple((n, tuple(shape)) for n, shape in s.tensors)  # a list would be no key of a cache
-    return _cycle(config, key, s.islands, s.shards, s.system.bytes_per_parameter)
+    return _cycle(config, _key(s), s.islands, s.shards, s.system.bytes_per_parameter)
 
 
-_cycle = lru_cache(maxsize=256)(cycle)
+def _key(s: Situation) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The tensors as a key of a cache, which a list is none."""
+    return tuple((n, tuple(shape)) for n, shape in s.tensors)
+
+
+_cycle, _plan_memory = lru_cache(maxsize=256)(cycle), lru_cache(maxsize=256)(plan_memory)
 
 
 # ---- words -------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import counted, size
 from ...runlog.files import IslandFiles, Run
@@ -265,13 +265,29 @@ def byte_rows(run: Run) -> list[list[str]]:
 # ---- exchanges over time -----------------------------------------------------------------------
 
 MOST_CHANNELS = 4
+
+
+class Mark(NamedTuple):
+    """How an event is shown: its sign on the page, marker and colour in the pictures, and its words
+    in a legend and in the table of events.
+    """
+
+    sign: str
+    marker: str
+    colour: str
+    legend: str
+    words: str
+
+
+COLOURS = ("#0b6e99", "#c2570c", "#2a7d3f", "#a63d97", "#b3261e", "#6b6f00", "#5151cf", "#7a4b2b")
+TEXT = "#5a6775"
 MARKS = {
-    "lost": "an island was lost",
-    "joined": "an island joined",
-    "skipped round": "a round was skipped",
-    "checkpoint": "a checkpoint",
-    "resume": "a later start goes on",
-    "chosen": "auto has chosen the method",
+    "lost": Mark("▼", "v", COLOURS[4], "an island was lost", "island {who} lost"),
+    "joined": Mark("▲", "^", COLOURS[2], "an island joined", "island {who} joined"),
+    "skipped round": Mark("◆", "D", COLOURS[1], "a round was skipped", "round skipped: {reason}"),
+    "checkpoint": Mark("■", "s", TEXT, "a checkpoint", "checkpoint saved"),
+    "resume": Mark("▶", ">", COLOURS[0], "a later start goes on", "a later start goes on here"),
+    "chosen": Mark("★", "*", COLOURS[3], "auto has chosen the method", "auto has chosen: {reason}"),
 }
 
 
@@ -322,13 +338,6 @@ def marks(run: Run) -> list[dict[str, Any]]:
 
 
 def said(event: dict[str, Any]) -> str:
-    """The text of an event, for the table below the pictures."""
+    """The text of an event that is shown, for the table below the pictures."""
     who = ", ".join(map(str, event.get("islands", ())))
-    return {
-        "lost": f"island {who} lost",
-        "joined": f"island {who} joined",
-        "skipped round": f"round skipped: {event.get('reason', '')}",
-        "checkpoint": "checkpoint saved",
-        "resume": "a later start goes on here",
-        "chosen": f"auto has chosen: {event.get('reason', '')}",
-    }.get(str(event.get("kind")), str(event.get("kind")))
+    return MARKS[event["kind"]].words.format(who=who, reason=event.get("reason", ""))

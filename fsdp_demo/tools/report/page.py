@@ -33,14 +33,6 @@ from .figures import (
 )
 
 MOST_EVENTS = 100
-SIGNS = {
-    "lost": "▼",
-    "joined": "▲",
-    "skipped round": "◆",
-    "checkpoint": "■",
-    "resume": "▶",
-    "chosen": "★",
-}
 
 
 def make(folders: Sequence[str | Path], out: str | Path | None = None) -> Path:
@@ -151,7 +143,7 @@ def _exchanges(run: Run) -> tuple[Any, ...]:
     for name, colour, _ in rows:
         channels.setdefault(name.partition(", ")[2], colour)
     kinds = {str(event["kind"]) for event in events}
-    signs = [(kind, SIGNS[kind], text) for kind, text in MARKS.items() if kind in kinds]
+    signs = [(kind, m.sign, m.legend) for kind, m in MARKS.items() if kind in kinds]
     drawn = _drawn(partial(picture.exchanges, run))
     return run.name, [*channels.items()], signs, drawn, *_events(events)
 

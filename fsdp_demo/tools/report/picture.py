@@ -11,10 +11,9 @@ from typing import Any
 
 from ...errors import size
 from ...runlog.files import Run
-from .figures import Points, curve, far_apart, marks, timeline_rows
+from .figures import COLOURS, MARKS, TEXT, Points, curve, far_apart, marks, timeline_rows
 
-COLOURS = ("#0b6e99", "#c2570c", "#2a7d3f", "#a63d97", "#b3261e", "#6b6f00", "#5151cf", "#7a4b2b")
-TEXT, GRID, STILL = "#5a6775", "#e3e8ee", "#1c2733"
+GRID, STILL = "#e3e8ee", "#1c2733"
 BY_NAME = {
     **{colour: f"var(--c{n})" for n, colour in enumerate(COLOURS)},
     TEXT: "var(--soft)",
@@ -22,14 +21,6 @@ BY_NAME = {
     STILL: "var(--still)",
 }
 """What the page calls a colour: it is another one in the dark."""
-MARKS = {
-    "lost": ("v", COLOURS[4]),
-    "joined": ("^", COLOURS[2]),
-    "skipped round": ("D", COLOURS[1]),
-    "checkpoint": ("s", TEXT),
-    "resume": (">", COLOURS[0]),
-    "chosen": ("*", COLOURS[3]),
-}
 UNITS: dict[str, tuple[tuple[float, float, str], ...]] = {
     "step": (),
     "tokens": ((1e9, 1e9, "tokens (G)"), (1e6, 1e6, "tokens (M)"), (1e3, 1e3, "tokens (k)")),
@@ -174,8 +165,8 @@ def exchanges(run: Run) -> str:
         panel.broken_barh(wire, (row - 0.4, 0.8), color=COLOURS[number % 8], alpha=0.55, **style)
         panel.broken_barh(waits, (row + 0.05, 0.35), color=STILL, alpha=0.75, **style)
     for event in marks(run):
-        shape, colour = MARKS[event["kind"]]
-        panel.plot(event["seconds"], len(rows), shape, color=colour, ms=5)
+        mark = MARKS[event["kind"]]
+        panel.plot(event["seconds"], len(rows), mark.marker, color=mark.colour, ms=5)
         ends.append(event["seconds"])
     ends += [line["seconds"] for island in run.islands for line in island.lines[-1:]]
     panel.set_yticks(range(len(rows) + 1), [*(name for name, _, _ in rows), "events"])

@@ -209,7 +209,7 @@ def test_doctor_window_limited() -> None:
 def test_doctor_window_limited_threshold(changes, named) -> None:
     """The finding of a limiting window needs a rate that more connections raise."""
     found = seen(windowed(**changes))
-    assert list(map(lambda f: f.name, module.window_limited(found))) == ["window-limited"] * named
+    assert len(list(module.window_limited(found))) == named
 
 
 @pytest.mark.parametrize("changes, named", [

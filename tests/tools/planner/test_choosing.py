@@ -38,7 +38,7 @@ def test_planner_choice_hsdp_reaches() -> None:
 def test_planner_choice_slower_link_fewer_bytes() -> None:
     """A slower link gets a method with fewer bytes."""
     sent = []
-    for rate in (1e12, 1e11, 1e10, 1e9, 1e8):
+    for rate in (1e12, 1e10, 1e8):
         situation = replace(LLAMA, link=Link(rate, 0.02))
         choice = choose(plan_rows(situation), situation)
         assert choice.reached and choice.row.compute_utilisation >= situation.target

@@ -29,7 +29,6 @@ from fsdp_demo.tools.report.figures import (
     still,
     timeline_rows,
 )
-from fsdp_demo.tools.report.page import SIGNS
 
 from ...runlog import made
 
@@ -171,8 +170,7 @@ def test_report_islands_speed_and_rates(tmp_path, monkeypatch) -> None:
     assert of_2 == ["lost", "joined"]
     joined = [event["of"] for event in marks(run) if event["kind"] == "joined"]
     assert joined == ["island0", "island1"]
-    assert set(MARKS) == set(SIGNS) == set(report_png.MARKS)
-    assert len(set(SIGNS.values())) == len({shape for shape, _ in report_png.MARKS.values()}) == 6
+    assert len({m.sign for m in MARKS.values()}) == len({m.marker for m in MARKS.values()}) == 6
 
 
 @pytest.mark.parametrize("steps", [40, 400])
