@@ -81,7 +81,7 @@ def test_payload_empty():
 
 def test_header_round_trip():
     """A header and its body come back."""
-    header = frame.Header(digest=2**64 - 1, step=2**32 - 1, weight=0.25, loss=float("nan"))
+    header = frame.Header(digest=2**48 - 1, step=2**32 - 1, weight=0.25, loss=float("nan"))
     got, body = unseal(seal(header, torch.arange(7, dtype=torch.uint8)), header, "island 1")
     assert body.tolist() == list(range(7))
     assert got.weight == 0.25
