@@ -4,8 +4,11 @@ saved and known to newcomers, and what is refused. Speeds are given, not measure
 
 from __future__ import annotations
 
+import copy
 import logging
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +19,10 @@ from fsdp_demo import preset
 from fsdp_demo.config.local_steps import local_steps, takes_step
 from fsdp_demo.exchange.pace import Pace
 
+from ..support import threaded
 from ..support.heard import heard
 from ..support.inside import in_ranks, in_threads
+from ..support.refused import refusal
 
 SPEEDS = (1.0, 2.0, 4.0)
 """Seconds of a step, by island."""
@@ -220,3 +225,193 @@ def test_left_out_steps_move_the_schedule(topology: Any) -> None:
     run.exchange.finish()
     assert not [text for text in said if "learning rates differ" in text]
     assert "steps of each island in a round of 8: 8, 2" in said
+
+
+@in_threads(2)
+def test_left_out_steps_end_with_the_run(topology: Any) -> None:
+    """Where the steps of the run are known it may end within a round: no island leaves out more."""
+    given_speeds((1.0, 4.0))
+    config = preset("diloco", period=8, local_steps="by_speed")
+    run = Run(topology, config, must_match={"steps": 11})
+    run.train(11)
+    assert run.exchange.step == 11 and run.ticks[-1] == (10, 8)[topology.island]
+    run.exchange.finish()
+    assert run.exchange.digests_equal()
+
+
+@in_threads(2)
+def test_left_out_steps_follow_a_skip(topology: Any) -> None:
+    """A step that is skipped counts as taken in the data, and the ticks behind it are left out."""
+    given_speeds((1.0, 4.0))
+    run = Run(topology, preset("diloco", period=8, local_steps="by_speed"))
+    run.train(8)
+    run.exchange.skip()
+    assert run.exchange.step == (9, 12)[topology.island] and run.exchange.steps_taken == 9
+    run.train(16)
+    assert run.exchange.step == 16
+    run.exchange.finish()
+    assert run.exchange.digests_equal()
+
+
+@in_threads(2)
+def test_local_steps_weigh_reported_tokens(topology: Any) -> None:
+    """What a script reports weighs; steps weigh only where nothing is reported."""
+    given_speeds((1.0, 2.0))
+    run = Run(topology, preset("diloco", period=4, local_steps="by_speed"))
+    status = run.exchange._runtime.status
+    run.train(4)
+    assert status.counted == 4  # what the second message is weighed by comes on top
+    while run.exchange.step < 8:
+        run.exchange.report(tokens=10)
+        run.train(run.exchange.step + 1)
+    assert status.counted == 4 + (40, 20)[topology.island]
+    run.exchange.finish()
+
+
+# ---- what is saved, and known to newcomers -------------------------------------------------------
+
+RESUMED = {
+    "diloco": {"period": 8},
+    "sparse_loco": {"period": 8},
+    "delayed": {"period": 8, "schedule.delay": 3},
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+@in_ranks(1, 1)
+def test_local_steps_resume_bit_for_bit(name: str) -> None:
+    """Islands that are saved in the midst of a round, at unlike steps, go on from there: shares,
+    place in the data and all bits are those of a run that was never interrupted.
+    """
+    given_speeds()
+    changes = RESUMED[name] | {"local_steps": "by_speed"}
+    config = preset("diloco" if name == "delayed" else name, **changes)
+
+    def whole(i: int, topology: Any) -> Any:
+        run = Run(topology, config)
+        run.train(27)
+        saved = copy.deepcopy(run.saved())
+        run.train(48)
+        return saved, run.exchange.steps_taken, run.exchange.local_steps, run.values()
+
+    found = threaded.values(threaded.islands(whole, 3))
+    assert [f[0][2]["step"] for f in found] == [27, 28, 28]
+
+    def again(i: int, topology: Any) -> None:
+        saved, taken, shares, end = found[i]
+        run = Run(topology, config, saved)
+        assert run.exchange.step == saved[2]["step"]
+        assert run.exchange.local_steps == {0: 8, 1: 4, 2: 2}
+        run.train(48)
+        assert (run.exchange.steps_taken, run.exchange.local_steps) == (taken, shares)
+        assert torch.equal(run.values(), end)
+        run.exchange.finish()
+
+    threaded.values(threaded.islands(again, 3))
+
+
+def test_pace_state_of_other_settings() -> None:
+    """Shares begin anew under equal steps; the place in the data stays. Strangers are slow."""
+    by_speed, equal = preset("diloco", period=8, local_steps="by_speed"), preset("diloco", period=8)
+    pace = Pace(by_speed, 1)
+    pace.load({"left_out": 5, "shares": [[0, 8], [1, 3]], "coming": []})
+    assert (pace.steps, pace.left_out, pace.leaves_out(1)) == (3, 5, True)
+    assert Pace(by_speed, 7).state() == {"left_out": 0, "shares": [], "coming": []}
+    other = Pace(equal, 1)
+    other.load(pace.state())
+    assert (other.left_out, other.shares, other.leaves_out(1)) == (5, {}, False)
+    pace.load({})
+    assert (pace.steps, pace.left_out) == (8, 0)
+    stranger = Pace(by_speed, 2)  # a newcomer is as slow as the slowest
+    stranger.load({"shares": [[0, 8], [1, 3]]})
+    assert stranger.steps == 3
+
+
+def joined(me: Any) -> Any:
+    """Train two islands of three until the third has come, and two rounds longer."""
+    given_speeds((1.0, 2.0, 1.0))
+    begun, end = me.folder / "begun", me.folder / "end"
+    while me.island == 2 and not begun.exists():
+        time.sleep(0.02)
+    topology = fsdp_demo.Topology.from_env()
+    run = Run(topology, preset("diloco", period=6, local_steps="by_speed"))
+    first, share = run.exchange.step, run.exchange._runtime.pace.steps
+    while not end.exists() or run.exchange.step < int(end.read_text()):
+        run.train(run.exchange.step + 1)
+        if run.exchange.step == 18:
+            begun.touch()
+        if me.island == 0 and not end.exists():
+            time.sleep(0.02)
+            if run.exchange.peers.slots == (0, 1, 2):
+                part = me.folder / "part"
+                part.write_text(str(run.exchange.step // 6 * 6 + 24))
+                part.rename(end)
+    exchange = run.exchange
+    exchange.finish()
+    return first, share, exchange.local_steps, exchange.digests_equal(), exchange.step, run.values()
+
+
+def test_local_steps_newcomer_joins(run_ranks: Any) -> None:
+    """A third island that joins takes as many steps as the slowest, until an exchange has told how
+    fast it is; all end at one step with one model.
+    """
+
+    def env(me: Any) -> dict[str, str]:
+        return dict(ISLAND_MIN="2", ISLAND_TIMEOUT="40" if me.island == 2 else "5")
+
+    found = run_ranks(joined, 3, 1, timeout=120, env=env)
+    assert found[2][0] >= 18 and found[2][1] == 3  # where islands 0 and 1 take 6 and 3
+    for _, _, shares, equal, step, values in found:
+        assert shares == {0: 6, 1: 3, 2: 6} and equal and step == found[0][4]
+        assert torch.equal(values, found[0][5])
+
+
+@in_ranks(2, 2)
+def test_local_steps_by_measured_speed(me: Any) -> None:
+    """Islands of two ranks measure their steps themselves; one that sleeps takes fewer of them, and
+    its ranks agree on how many.
+    """
+    config = preset("diloco", period=8, local_steps="by_speed")
+    run = Run(fsdp_demo.Topology.from_env(), config)
+    while run.exchange.step < 24:
+        time.sleep(0.2 if me.island else 0.02)
+        run.train(run.exchange.step + 1)
+    shares = run.exchange.local_steps
+    assert shares[0] == 8 > shares[1] >= 1 and run.exchange.step == 24
+    run.exchange.finish()
+    assert run.exchange.digests_equal()
+    return shares
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+WRONG = {
+    "demo": ({}, "DropCompute: exchange.time_is_up()"),
+    "full": ({}, "exchanges gradient in every step"),
+    "diloco": ({"clip_scope": "islands"}, "clip_scope='islands' asks for them in every step"),
+    "sparse_loco": ({"reducer.weight": "equal"}, "set reducer.weight=tokens"),
+    "local_sgd": ({"period": 1}, "in every step"),
+    "auto": ({}, "it chooses the method and its settings"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_local_steps_refused(name: str) -> None:
+    """What cannot take unlike steps is refused with a sentence that says what to do."""
+    changes, text = WRONG[name]
+    refusal(lambda: preset(name, local_steps="by_speed", **changes), text)
+
+
+def test_local_steps_through_yaml(tmp_path: Path) -> None:
+    """The key comes through yaml, in both forms, and through `--set`."""
+    short, long = tmp_path / "short.yaml", tmp_path / "long.yaml"
+    short.write_text("preset: diloco\nperiod: 20\nlocal_steps: by_speed\n")
+    config = fsdp_demo.load_config(str(short))
+    long.write_text(config.to_yaml())
+    assert (
+        config
+        == fsdp_demo.load_config(str(long))
+        == preset("diloco", period=20, local_steps="by_speed")
+    )
+    assert config == fsdp_demo.load_config("diloco", ["period=20", "local_steps=by_speed"])
+    assert config.digest() != preset("diloco", period=20, **{"reducer.weight": "tokens"}).digest()
