@@ -30,8 +30,10 @@ PLACE = ("shards", "shard", "copies", "copy", "active_copies")
 def describe_part(exchange: Exchange) -> dict[str, Any]:
     """The head of this rank's part: everything but format, package and file."""
     topology, place = exchange.topology, exchange.channels[0].position
+    left_out = exchange.step - exchange.steps_taken
     return {
         "step": exchange.step,
+        **({"left_out": left_out} if left_out else {}),
         "preset": exchange.config.preset,
         "digest": exchange.config.digest(),
         **method_note(exchange.config, exchange.auto_choice),
