@@ -28,10 +28,8 @@ def local_steps(period: int, seconds: Sequence[float]) -> list[int]:
         seconds: of an own step, by island; 0: not known, and then as slow as the slowest known. If
             none is known all take all steps.
 
-    Example:
-        >>> from fsdp_demo.config.local_steps import local_steps
-        >>> local_steps(20, [1.0, 2.0, 4.0]), local_steps(20, [0.5, 0.0, 2.0])
-        ([20, 10, 5], [20, 5, 5])
+    >>> local_steps(20, [1.0, 2.0, 4.0]), local_steps(20, [0.5, 0.0, 2.0])
+    ([20, 10, 5], [20, 5, 5])
     """
     known = [s for s in seconds if s > 0]
     if not known:
@@ -45,10 +43,8 @@ def takes_step(tick: int, steps: int, period: int) -> bool:
     """Whether an island that takes so many `steps` in a round takes one in this `tick` of it, from
     0. They are spread over the round, and its first tick is one of them.
 
-    Example:
-        >>> from fsdp_demo.config.local_steps import takes_step
-        >>> [tick for tick in range(10) if takes_step(tick, 3, 10)]
-        [0, 4, 7]
+    >>> [tick for tick in range(10) if takes_step(tick, 3, 10)]
+    [0, 4, 7]
     """
     return tick == 0 or tick * steps // period != (tick - 1) * steps // period
 

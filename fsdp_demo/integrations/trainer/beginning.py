@@ -86,8 +86,8 @@ class Beginning:
         taken = where if isinstance(where, TakeOver) else None
         after = ExitStack()
         after.callback(manager.close)
-        if isinstance(where, str) and (left_out := place_of(Path(where), topology)):
-            begin_at(trainer, left_out, after)
+        if isinstance(where, str) and not fresh:
+            begin_at(trainer, place_of(Path(where), topology), after)
         given = None if taken else where
         return cls(given, taken, joins, is_named(wanted), fresh, after, manager)
 

@@ -101,6 +101,8 @@ def begin_at(trainer: Any, left_out: int, undo: ExitStack) -> None:
     """Have the Trainer skip the rows of this island's own steps on a resume, not those of all
     ticks. undo: gets what must be undone when training is over.
     """
+    if not left_out:
+        return
     original = trainer._init_training_state
 
     @functools.wraps(original)
