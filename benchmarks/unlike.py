@@ -69,15 +69,18 @@ def cell(name: str, how: str, texts: list[torch.Tensor], args: argparse.Namespac
     exchange.on_left_out(schedule.step)
     island = exchange.topology.island
     paced = steps if by_speed else args.paced * changes["period"]
-    marks = {}
+    marks, rest = {}, 0.0
     while exchange.step < steps:
-        until = time.perf_counter() + args.pause * SLOWER[island] * (exchange.step < paced)
+        whole = args.pause * SLOWER[island] * (exchange.step < paced)
+        until = time.perf_counter() + whole - rest  # the optimizer's part comes behind the sleep
         ids = rows(texts[0], island, exchange.steps_taken, args)
         model(input_ids=ids, labels=ids).loss.backward()
         time.sleep(max(until - time.perf_counter(), 0.0))
+        woke = time.perf_counter()
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
+        rest = min(rest or 1.0, time.perf_counter() - woke)
         marks[exchange.step] = time.perf_counter(), exchange.metrics()["seconds_waiting"]
     (began, before), (ended, after) = marks[changes["period"]], marks[paced]
     share, taken = 1 - (after - before) / (ended - began), float(exchange.steps_taken)

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import transformers
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers import Trainer
 
@@ -72,14 +73,19 @@ class Clock:
                 self._owed.discard(name)
 
 
-def problems(args: Any, topology: Topology) -> Iterator[tuple[bool, str]]:
+def problems(trainer: Trainer, topology: Topology) -> Iterator[tuple[bool, str]]:
     """Pairs for what does not go with unlike steps: whether it is so, and a text with the cure."""
     what = "beside local_steps='by_speed'"
     yield (
         topology.one_world,
         f"a mesh {what}: its ranks log and save in collectives; start the nodes as islands",
     )
-    epochs = [n for n in ("eval_strategy", "save_strategy") if getattr(args, n) == "epoch"]
+    yield (
+        not hasattr(trainer, "_init_training_state"),
+        f"transformers {transformers.__version__} {what}: take 5.23, for which it was written",
+    )
+    strategies: Any = trainer.args
+    epochs = [n for n in ("eval_strategy", "save_strategy") if getattr(strategies, n) == "epoch"]
     yield (
         bool(epochs),
         f"{' and '.join(epochs)}='epoch' {what}: islands end their epochs at unlike steps; set "

@@ -132,7 +132,7 @@ def refuse(trainer: Trainer, config: ExchangeConfig) -> None:
             f"preset {config.preset!r} has an optimizer of its own: {line}",
         ),
         *engine_problems(trainer, config),
-        *(problems(args, topology_of(trainer)) if config.by_speed else ()),
+        *(problems(trainer, topology_of(trainer)) if config.by_speed else ()),
         (
             plugin is not None and plugin.fsdp_version != 2,
             f"fsdp_version={plugin and plugin.fsdp_version}: allowed is 2, since FSDP1 flattens "
