@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from fsdp_demo import Exchange, ExchangeConfig, Topology, preset, presets
@@ -97,6 +98,7 @@ def attach(
             fresh=fresh,
         )
         undo.callback(exchange.detach)
+        exchange.on_left_out(partial(_leave_out, engine))
         warn(engine)
         if exchange.newcomer:
             advance(engine, exchange.step)
@@ -104,6 +106,13 @@ def attach(
             folders.follow(engine, exchange, remote)
         undo.pop_all()
     return exchange
+
+
+def _leave_out(engine: Any) -> None:
+    """Count a step that this island leaves out, since it is slower than another."""
+    engine.global_steps += 1
+    if engine.lr_scheduler is not None:
+        engine.lr_scheduler.step()
 
 
 def _refuse_two_norms(config: ExchangeConfig, changes: dict[str, Any], norm: float) -> None:

@@ -25,7 +25,15 @@ import torch
 from accelerate import Accelerator
 from data import load_data, load_tokenizer
 from model import checkpoint_and_compile, load_model
-from pretrain_parts import Arguments, LoopState, agreed, facts_of, mesh_config, schedule
+from pretrain_parts import (
+    Arguments,
+    LoopState,
+    agreed,
+    facts_of,
+    mesh_config,
+    refuse_unlike,
+    schedule,
+)
 from report import Report, flops_per_token, log_lines, peak_flops
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import HfArgumentParser
@@ -56,6 +64,7 @@ def main() -> None:
     part, parts = (0, 1) if args.mesh else (topology.island, topology.islands)
     clip = [] if args.clip is None else [f"clip={args.clip}"]
     config = fsdp_demo.load_config(args.exchange, [*args.set, *clip])
+    refuse_unlike(args, config)
     start.mark("ranks meet")
 
     tokenizer = load_tokenizer(args.tokenizer)
@@ -126,6 +135,7 @@ def main() -> None:
     batch_rows = args.batch_size * topology.world * topology.islands
     loop = LoopState(state, exchange, report, batch_rows, args.accumulation)
     scheduler = LambdaLR(optimizer.optimizer, lambda step: schedule(loop.done + step, args))
+    exchange.on_left_out(scheduler.step)  # with local_steps=by_speed
 
     def every(steps: int) -> bool:
         return bool(steps) and exchange.step % steps == 0 and exchange.step < args.steps

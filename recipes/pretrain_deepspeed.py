@@ -23,7 +23,7 @@ import torch.distributed as dist
 from data import load_data, load_tokenizer
 from deepspeed_parts import Arguments, World, batches, engine_config
 from model import load_model
-from pretrain_parts import agreed, facts_of, schedule
+from pretrain_parts import agreed, facts_of, refuse_unlike, schedule
 from report import Report, log_lines
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import HfArgumentParser
@@ -44,6 +44,7 @@ def main() -> None:
     here = fsdp_demo.Topology.from_env()
     part, parts = (0, 1) if args.mesh else (here.island, here.islands)
     config = fsdp_demo.load_config(args.exchange, args.set)
+    refuse_unlike(args, config)
 
     tokenizer = load_tokenizer(args.tokenizer)
     torch.manual_seed(args.seed)  # the same weights everywhere
@@ -91,7 +92,7 @@ def main() -> None:
     counters = (kept or {}).get("report", [])
     if len(counters) == world.num_processes:
         report.load_state_dict(counters[world.process_index])
-    skip = exchange.step * args.accumulation
+    skip = exchange.steps_taken * args.accumulation
     rows = batches(sets, args, seed, world.process_index, world.num_processes, skip)
     again = shlex.join(sys.argv if args.resume else [*sys.argv, "--resume"])
     saved, failed = exchange.step, 0

@@ -15,7 +15,7 @@ from data import Position, forever
 from report import Report
 from transformers.hf_argparser import HfArg
 
-from fsdp_demo import Exchange
+from fsdp_demo import Exchange, ExchangeConfig
 from fsdp_demo.checkpoint import RunState
 from fsdp_demo.integrations.arguments import ExchangeArguments
 from fsdp_demo.integrations.mesh import ExchangeParallelismConfig
@@ -113,6 +113,19 @@ def agreed(args: Any) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
+def refuse_unlike(args: Any, config: ExchangeConfig) -> None:
+    """Raise ValueError where islands that take unlike steps would save or evaluate at unlike ones:
+    they stand together at the end of each round only.
+    """
+    period = min(c.schedule.sync_every for c in config.channels)
+    odd = [name for name in ("save_every", "eval_every") if getattr(args, name) % period]
+    if config.by_speed and (args.mesh or odd):
+        raise ValueError(
+            f"local_steps=by_speed beside {'--mesh' if args.mesh else '--' + odd[0]}: start the "
+            f"nodes as islands, with --save-every and --eval-every multiples of {period}, or 0"
+        )
+
+
 def facts_of(args: Any, *more: str) -> dict[str, Any]:
     """Options that the summary of a run tells, and `more`."""
     names = ("model", "data", "tokenizer", "seed", "batch_size", "accumulation", "sequence_length")
@@ -163,7 +176,7 @@ class LoopState:
     ):
         self.state, self.exchange, self.report, self.rows = state, exchange, report, rows
         # of a new run 0; where all was taken over from other islands
-        self.position = Position(0, exchange.step * accumulation)
+        self.position = Position(0, exchange.steps_taken * accumulation)
         if state.extra and exchange.step == state.step:
             report.load_state_dict(state.extra["report"])
             epoch, batch = state.extra["position"]

@@ -226,11 +226,11 @@ class Report:
 
     def optimizer_step(self, lr: float) -> None:
         """Once per optimizer step, on every rank."""
-        self.step += 1
+        before, self.step = self.step, self.exchange.step  # it may have left some out
         if self.progress is not None:
             self.progress.step(self.step)
             self.record.tick()
-        if self.step % self.log_every and self.step != self.steps:
+        if before // self.log_every == self.step // self.log_every and self.step != self.steps:
             return
         values, energy = self._island(), self.exchange.kept_energy()
         if self.tracks:

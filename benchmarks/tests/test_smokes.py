@@ -154,6 +154,12 @@ SMOKES = [
         (2, 1),
     ),
     Smoke(
+        "unlike.py",
+        "--rounds 3 --seeds 1 --pause 0.01 --held-out 1 --batch 1 --length 16 --only sign_loco",
+        (f'"by_speed".*"tokens": {FIGURE}', f'"equal".*"loss": {FIGURE}'),
+        (3, 1),
+    ),
+    Smoke(
         "zero.py",
         "--model tiny --stages 3 --batch 1 --repeat 1",
         ("elements of a rank", figures("ZeRO-3", 2)),

@@ -30,8 +30,10 @@ PLACE = ("shards", "shard", "copies", "copy", "active_copies")
 def describe_part(exchange: Exchange) -> dict[str, Any]:
     """The head of this rank's part: everything but format, package and file."""
     topology, place = exchange.topology, exchange.channels[0].position
+    left_out = exchange.step - exchange.steps_taken
     return {
         "step": exchange.step,
+        **({"left_out": left_out} if left_out else {}),
         "preset": exchange.config.preset,
         "digest": exchange.config.digest(),
         **method_note(exchange.config, exchange.auto_choice),
@@ -96,8 +98,10 @@ class SavedExchange(PartSet):
         head = self.head(mine["rank"], island) if first["world"] == mine["world"] else first
         islands = head["islands"] == mine["islands"]
         ranks = all(head[k] == mine[k] for k in PLACE) and _stretches(head) == _stretches(mine)
+        # of another island, or of others, the place in the data is not this one's
+        foreign: dict[str, Any] = {} if islands and island == mine["island"] else {"pace": {}}
         if ranks and islands:
-            return self.state(mine["rank"], island)
+            return self.state(mine["rank"], island) | foreign
         shared = not islands and len(self.islands) > 1
         if ranks and not shared:
             saved = ExchangeState.from_tree(self.state(mine["rank"], island))
@@ -108,7 +112,7 @@ class SavedExchange(PartSet):
         if mine["rank"] == 0:
             part = "what replicas share; the rest begins anew" if shared else "all of it"
             _say(head, mine, [f.step + 1 for f in saved.in_flight], part)
-        return state.to_tree()
+        return state.to_tree() | foreign
 
     def check(self, exchange: Exchange) -> dict[str, Any]:
         """Refuse what `exchange` cannot take over, by the heads alone; returns the head of its own

@@ -20,6 +20,7 @@ import yaml
 from ..errors import counted
 from . import rules
 from .channel import Channel, Phase
+from .local_steps import BY_SPEED, EQUAL, LOCAL_STEPS, by_speed_problem
 from .parsing import build, in_range, nearest, one_of, read_yaml, set_path, typed
 from .parts import BLOCK
 
@@ -58,6 +59,9 @@ class ExchangeConfig:
         own_tensors: shell patterns over names of buffers and frozen parameters that are each
             island's own: neither made equal at the start nor averaged (a queue of features, a
             teacher that is moved by hand).
+        local_steps: "equal": all islands take the same steps; "by_speed": in a round each takes as
+            many as its speed allows (docs/unlike-machines.md). It sets `reducer.weight` to tokens,
+            and `reducer.clip`, which compares norms of equally many steps, to none.
 
     Example:
         >>> from fsdp_demo import ExchangeConfig, preset
@@ -77,6 +81,7 @@ class ExchangeConfig:
     seed: int = 0
     norm_limit: float | None = NORM_LIMIT
     own_tensors: tuple[str, ...] = ()
+    local_steps: str = EQUAL
 
     def __post_init__(self) -> None:
         for c in self.channels:
@@ -85,6 +90,7 @@ class ExchangeConfig:
         in_range("max_in_flight", self.max_in_flight, 1)
         in_range("seed", self.seed, 0)
         one_of("clip_scope", self.clip_scope, CLIP_SCOPES)
+        one_of("local_steps", self.local_steps, LOCAL_STEPS)
         if self.clip is not None and not self.clip > 0:
             raise ValueError(
                 f"clip={self.clip} is out of range: allowed is clip > 0, or null for no clipping"
@@ -100,6 +106,8 @@ class ExchangeConfig:
                 "'any'"
             )
         self._check_channels([c.name for c in self.channels])
+        if self.by_speed and (problem := by_speed_problem(self.channels, self.clips_together)):
+            raise ValueError(problem)
 
     def _check_channels(self, names: Sequence[str]) -> None:
         if any("." in name for name in names):
@@ -213,6 +221,11 @@ class ExchangeConfig:
         return "anchor" if all(c.source == "delta" and c.equal_at_end for c in moving) else "mean"
 
     @property
+    def by_speed(self) -> bool:
+        """Whether islands take as many steps in a round as their speed allows."""
+        return self.local_steps == BY_SPEED
+
+    @property
     def clips_together(self) -> bool:
         """Whether each replica's own gradients are clipped by their norm over all islands."""
         return self.clip_scope == "islands" and self.clip is not None and not self.clips_mean
@@ -272,12 +285,12 @@ class ExchangeConfig:
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 - configurations are small; saves ask each time
     def digest(self) -> int:
-        """The first 64 bits of SHA-256 over the canonical form, the same for equal configurations.
+        """The first 48 bits of SHA-256 over the canonical form, the same for equal configurations.
         They are in the header of every message, so that peers on another configuration are refused.
         """
         # 250 and 250.0 are equal: each number as its field declares it
         text = json.dumps(ExchangeConfig.from_dict(self.to_dict()).to_dict(), sort_keys=True)
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little")
 
     def parts(self) -> list[str]:
         """A phrase for each channel, and for each of its phases."""
@@ -319,6 +332,8 @@ class ExchangeConfig:
             8
         """
         data, top = self.to_dict(), [f.name for f in fields(ExchangeConfig) if f.name != "channels"]
+        if changes.get("local_steps") == BY_SPEED:
+            changes = {"reducer.weight": "tokens", "reducer.clip": "none", **changes}
         # phases first, with all their keys: they follow what else is changed
         for path in sorted(changes, key=lambda path: path.rpartition(".")[2] != "later"):
             value = changes[path]

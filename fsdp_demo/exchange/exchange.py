@@ -110,6 +110,7 @@ class Exchange(Readings):
             )
             super().__init__(topology, host, self._connections, runtime)
             self._hooks = runtime.hooks
+            runtime.pace.last = summary.total_steps(start.facts) or 0
             self._first = FirstStep(runtime, model, lambda: self.shows_result)
             phases.begin(runtime, self._first)
             with self.paused(), torch.no_grad():
@@ -156,6 +157,12 @@ class Exchange(Readings):
         before; None: nothing. All ranks of the island come to it together.
         """
         self._phases.at_end = call
+
+    def on_left_out(self, call: Callable[[], Any]) -> None:
+        """Call this from now on in each step that this island leaves out, since it is slower than
+        another (`local_steps`): `scheduler.step`, so that rates follow the clock of the run.
+        """
+        self._runtime.pace.at_left_out.append(call)
 
     def raise_stopped(self, on: bool) -> None:
         """Whether a stop is raised as `Stopped` from now on, as at first; not for a loop that looks
@@ -402,6 +409,7 @@ class Exchange(Readings):
             self._hooks.paused(_SHOWN),
             finish.shown(self._runtime, model, kind),
         ):
+            self._runtime.pace.disturbed()
             before, self.shows_result = self.shows_result, self.shows_result or kind != "parameters"
             try:
                 yield
@@ -424,6 +432,7 @@ class Exchange(Readings):
         """
         refuse_foreign_savers()
         refuse_shown(self.shows_result, "state_dict()")
+        self._runtime.pace.disturbed()
         state = resume.state(self._runtime).to_tree() | method_note(self.config, self.auto_choice)
         if (peers := self.peers) is not None and not peers.wait_stable(peers.timeout):
             raise PeerLost(

@@ -28,6 +28,7 @@ from ..peers.collectives import ReceivedMessage
 from ..peers.header import EARLY, FAR, LEAVING, NOT_FINITE, STOP, Header
 from .ledger import ExchangeRecord, Ledger
 from .message import HeaderFields, MessageLayout
+from .pace import Pace
 from .saved_state import History, InFlightState
 from .sending import ExchangeConnections, Exchanging, MessageSender, PendingExchange
 from .watch import Norms, Watch
@@ -79,11 +80,14 @@ class InFlightQueue:
         self.ledger, self.waits_since = Ledger(), 0.0
         self.unsent: list[PendingExchange] = []
 
-    def work_with(self, channels: Sequence[ChannelRunner], norm_limit: float | None) -> None:
-        """Set the channels and `ExchangeConfig.norm_limit`: at the start, and where the method is
-        chosen later, while nothing is under way. `watch` and `history` stay.
+    def work_with(
+        self, channels: Sequence[ChannelRunner], norm_limit: float | None, pace: Pace
+    ) -> None:
+        """Set the channels, `ExchangeConfig.norm_limit` and who hears the islands' speeds: at the
+        start, and where the method is chosen later, while nothing is under way. `watch` and
+        `history` stay.
         """
-        self.channels = list(channels)
+        self.channels, self._pace = list(channels), pace
         in_flight = max((c.channel.schedule.in_flight for c in channels), default=0)
         self.norms = Norms(norm_limit, in_flight)
         self.sender = MessageSender(
@@ -215,11 +219,12 @@ class InFlightQueue:
         except Exception as e:
             error = e  # of any kind: the other ranks must learn of it in the vote
         asked = max((h.flags & (STOP | LEAVING) for h in headers), default=0)
-        failed, stop, rewritten, islands = self.connections.island.max(
+        failed, stop, rewritten, islands, *paces = self.connections.island.max(
             float(error is not None),
             float(asked),
             float(bool(self.watch.written) and flight.step >= 0),
             float(len(headers)),
+            *self._paces(headers, arrived.slots if headers else ()),
         )
         if failed:
             self.broken = True
@@ -229,12 +234,19 @@ class InFlightQueue:
             self.watch.tell_of_written(self.connections.island)
         if islands and flight.step >= 0:  # copies that are not active hear of it here
             self._took_part(int(islands))
+            self._pace.hear(list(map(int, paces)))
         if headers and flight.step >= 0:
             if arrived.slots != self.history.slots:
                 self.history.hear(flight.step, arrived.slots)
             told = zip(arrived.slots, headers, strict=False)
             self.history.early = tuple(slot for slot, h in told if h.flags & EARLY)
         return arrived
+
+    def _paces(self, headers: Sequence[Header], slots: Sequence[int]) -> list[float]:
+        """By the slot of each island 1 + the seconds in its header, 0 for who took no part."""
+        told = {slot: h for slot, h in zip(slots, headers, strict=False) if not h.flags & EARLY}
+        every = range(self.history.islands) if self._pace.period else ()
+        return [1.0 + told[slot].seconds if slot in told else 0.0 for slot in every]
 
     def _arrived(self, flight: PendingExchange) -> Any:
         """The result of a message's future, None where it has none; notes the time of waiting."""

@@ -205,6 +205,7 @@ class HeaderFields:
         total: int64 scalar, the 64-bit sum of tensors that must be equal; None where they are not
             compared.
         rate: the mean learning rate of the parameter groups; 0 for none.
+        seconds: of an own step (`Pace.seconds`); 0 where it is not said.
     """
 
     weight: float = 1.0
@@ -215,6 +216,7 @@ class HeaderFields:
     total: Tensor | None = None
     norm: float | Tensor = 0.0
     rate: float | Tensor = 0.0
+    seconds: float = 0.0
 
     def numbers(self, device: torch.device) -> list[Tensor]:
         """(loss, bad, run, norm, rate) as fp32 [5] on `device`, and the total if there is one."""
@@ -240,6 +242,7 @@ class LocalStatus:
         settled: tokens of all islands up to the last exchange, the share of this rank, as if each
             that took part took as many as this island. islands: that took part in it.
         skipping: this replica does not take the step under way.
+        reported: tokens or a weight were, since the last step (`weigh_step`).
         bad: 1 if the gradients of the step under way are not finite, else 0: a number, or a scalar
             on the device that nobody has read. run: such steps in a row.
     """
@@ -248,7 +251,7 @@ class LocalStatus:
         self._alone = alone
         self.tokens = self.settled = self._open = 0
         self.islands, self.counted = islands, 0
-        self.skipping = False
+        self.skipping = self.reported = False
         self.bad: float | Tensor = 0.0
         self.run: float | Tensor = 0.0
         # tokens of this island up to the last exchange of each channel
@@ -263,6 +266,7 @@ class LocalStatus:
     def add(self, tokens: int, loss: float | Tensor | None, weight: Any) -> None:
         """Count tokens, and what weighs (None: them); keep a loss for the next header, unread."""
         self.tokens, self._open = self.tokens + tokens, self._open + tokens
+        self.reported |= bool(tokens) or weight is not None
         self.counted = self.counted + (tokens if weight is None else weight)  # it may be a tensor
         if loss is not None:
             if not isinstance(loss, Tensor):
@@ -296,6 +300,12 @@ class LocalStatus:
         """Note that the step under way was taken."""
         self._step_open = False
         self._at_step_end = (self.tokens, self.counted, self.everywhere, len(self._losses))
+
+    def weigh_step(self) -> None:
+        """Let the step that was taken weigh 1, where the script reports nothing that weighs."""
+        if not (self.reported or self.skipping):
+            self.counted = self.counted + 1
+        self.reported = False
 
     def begin(self) -> None:
         """Begin a step: only stops requested before it are sent with its message."""

@@ -105,6 +105,19 @@ class Readings:
         return self._runtime.step
 
     @property
+    def steps_taken(self) -> int:
+        """Of these the steps that this island has taken itself, which is its place in its data. It
+        is `step` but where islands take unlike steps (`local_steps`); of an island that joins a run
+        it is `step`, too."""
+        return self._runtime.step - self._runtime.pace.left_out
+
+    @property
+    def local_steps(self) -> dict[int, int]:
+        """By the number of each island its own steps in a round, where islands take unlike steps;
+        empty where all take all, and before the first round has told the speeds."""
+        return dict(self._runtime.pace.shares)
+
+    @property
     def stopped(self) -> bool:
         """Whether all ranks of this island stop after this step; the step raises `Stopped` then,
         unless `raise_stopped(False)` was called."""
@@ -222,6 +235,7 @@ class Readings:
             "drift": self.drift,
             "not_finite": seen.left_out,
             "far": seen.far,
+            **({"steps_taken": self.steps_taken} if self.config.by_speed else {}),
             **self._members(),
         }
 

@@ -32,6 +32,7 @@ def state(runtime: StepRuntime) -> ExchangeState:
         loss=queue.watch.loss,
         norms=queue.norms.state(),
         history=queue.history.note(),
+        pace=runtime.pace.state(),
         **runtime.status.state(),
     )
 
@@ -77,6 +78,7 @@ def load(runtime: StepRuntime, saved: ExchangeState) -> None:
     runtime.queue.watch.loss = saved.loss
     runtime.queue.norms.load(saved.norms)
     runtime.queue.history.load(saved.history)
+    runtime.pace.load(saved.pace)
     runtime.status.load(saved, runtime.host.device)
 
 
@@ -85,6 +87,7 @@ def forget(runtime: StepRuntime) -> None:
     runtime.queue.clear()
     runtime.status.clear()
     runtime.note_drift(None)
+    runtime.pace.clear()
     runtime.go_to(runtime.step, begun=-1)
     for c in runtime.channels:
         c.present = [False] * len(c.covered)

@@ -48,6 +48,7 @@ from ..rendezvous.topology import Topology
 from . import run_specification
 from .in_flight import InFlightQueue
 from .message import LocalStatus, mean_rate
+from .pace import Pace
 from .refusals import Copies
 from .rewritten import EVERY, Rewritten, total
 from .watch import drift
@@ -95,6 +96,7 @@ class StepRuntime:
         island: the other ranks of this replica. calls: the present collective of each of them.
         hooks: the engine's step hooks, which call `before`, `after` and `skip`.
         rewritten: the check for parameters written since an exchange.
+        pace: the ticks that this replica leaves out, where islands take unlike steps.
         step: optimizer steps of the job done so far (ticks).
         begun: the step whose gradients are in the accumulators; a step that is cut off and taken
             again does not add them twice.
@@ -148,7 +150,8 @@ class StepRuntime:
         """Set the method: at the start, and where it is chosen later."""
         self.config, self.parameters = config, bound.parameters
         self.channels, self.buffers = bound.channels, bound.buffers
-        self.queue.work_with([*self.channels, *self.buffers], config.norm_limit)
+        self.pace = Pace(config, self.topology.island)
+        self.queue.work_with([*self.channels, *self.buffers], config.norm_limit, self.pace)
         self.before_step = [c for c in self.channels if c.channel.before_step]
         self.after_step = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
         self.gradients_only = len(self.before_step) == len(self.channels)
@@ -283,8 +286,30 @@ class StepRuntime:
     @collective("optimizer.step()")
     def after(self) -> None:
         """After-step channels of this tick; then the step counts, and a wish to stop takes effect
-        on the whole island. Raises Stopped: it does.
+        on the whole island. Then the ticks are counted that this replica leaves out before its next
+        step. Raises Stopped: it stops.
         """
+        meter, before = self.connections.meter, self._ended_at
+        if self.pace.period:
+            self.pace.end(meter.seconds_waiting, counts=not self.status.skipping)
+            self.status.weigh_step()
+        self._end_tick()
+        while self._passes and not self.stopped:
+            self.status.begin()
+            if (feed := self.donor_feed) is not None and feed.follows:
+                self._rates = run_specification.read_rates(self.host)
+            self.begun = self.step
+            self.pace.leave_out()
+            self._end_tick()
+        self.seconds = self._ended_at - before
+        self.pace.begin(meter.seconds_waiting)
+
+    @property
+    def _passes(self) -> bool:
+        """Whether the tick that comes is left out here; one that is made up for never is."""
+        return not self.queue.replays and self.pace.leaves_out(self.step)
+
+    def _end_tick(self) -> None:
         mine, step = self.after_step, self.step
         try:
             due = [c for c in mine if c.channel.schedule.due(step)]
@@ -298,7 +323,9 @@ class StepRuntime:
             c.enter(self.step)
         now = time.monotonic()
         self.seconds, self._ended_at = now - self._ended_at, now
-        self.rewritten.note()
+        self.pace.at_end(self.step, self.topology.rank == 0)
+        if not self._passes:  # else nobody can write before the next tick
+            self.rewritten.note()
         self.hooks.aside = False
         asked = self.settle_stop()
         if asked or self._rates is not None:
@@ -448,8 +475,15 @@ class StepRuntime:
                 total=self._total(outgoing),
                 norm=self._norm(outgoing),
                 rate=mean_rate(self.host),
+                seconds=self._own_seconds(),
             ),
         )
+
+    def _own_seconds(self) -> float:
+        """Seconds of a step here, the longest of the island's ranks; 0 where all take all steps."""
+        if not self.pace.period:
+            return 0.0
+        return self.island.max(self.pace.seconds(self.host.device))[0]
 
     def _joined_within(self, outgoing: dict[str, ChannelPayload]) -> bool:
         """Whether this replica joined within the round that is sent: it took fewer steps."""
@@ -529,9 +563,9 @@ class StepRuntime:
             if not self._pace.due(now=known):
                 return False
         self._exchanged = False
-        alone = self.status.leaves(self.topology.islands) and (
-            self.status.goes or not self.queue.flights
-        )
+        # a resume goes on with a step of its own: not in the midst of what is left out
+        ends = self.status.leaves(self.topology.islands) and not self._passes
+        alone = ends and (self.status.goes or not self.queue.flights)
         feed = self.donor_feed
         unasked = self.peers is not None and (feed is None or not feed.wanted)
         flags, leaves, told, unwanted, slowest = self.island.max(

@@ -40,6 +40,7 @@ from ..peers.header import (
     norm_code,
     norm_of,
     rate_code,
+    rate_of,
 )
 from ..rendezvous.island import IslandGroup
 from ..rendezvous.position import ShardPosition
@@ -358,7 +359,8 @@ class MessageSender:
         )
         bad = float(bool(h.flags & NOT_FINITE))
         flags = h.flags & ~(STOP | LEAVING | SUMMED | NOT_FINITE)
-        self.send(flight, HeaderFields(h.weight, flags, loss, bad, norm=norm_of(h.norm)))
+        fields = HeaderFields(h.weight, flags, loss, bad, norm=norm_of(h.norm))
+        self.send(flight, replace(fields, seconds=rate_of(h.seconds)))
 
     def packed(
         self, layout: MessageLayout, parts: Mapping[str, ChannelPayload]
@@ -395,7 +397,8 @@ class MessageSender:
         message = flight.layout
         presence, bodies, vectors = message.pack(flight.parts)
         numbers = fields.numbers(self._device)
-        header = peers.header(PAYLOAD, flight.step, weight=fields.weight, flags=fields.flags)
+        said = {"weight": fields.weight, "seconds": rate_code(fields.seconds)}
+        header = peers.header(PAYLOAD, flight.step, flags=fields.flags, **said)
         staged = self._staging.to_host([*numbers, *bodies, *vectors])
         at = (len(numbers), len(numbers) + len(bodies))
 

@@ -128,6 +128,7 @@ def give(
     flights = [_flight(runtime, i, f, tensors, following) for i, f in enumerate(stand.flights)]
     queue.follow(stand.step, stand.last, stand.applied, flights)
     queue.history.load(stand.history)
+    runtime.pace.load(stand.pace)
     queue.watch.loss = queue.watch.loss if stand.loss is None else stand.loss
     queue.norms.load(stand.norms)
 

@@ -125,6 +125,8 @@ class ExchangeCallback(_Callback):
             "on_train_end (docs/torch.md)": not module.automatic_optimization,
             f"precision={trainer.precision!r}, whose loss scaler skips steps on one island only: "
             "take 'bf16-mixed'": str(trainer.precision).startswith("16"),
+            "local_steps='by_speed': its Trainer counts steps and rows by its own batches; leave "
+            "it 'equal', or take transformers' Trainer, or your own loop": self.config.by_speed,
             "GradientAccumulationScheduler: set Trainer(accumulate_grad_batches=N)": any(
                 "GradientAccumulation" in type(c).__name__ for c in trainer.callbacks
             ),

@@ -130,12 +130,18 @@ def optimizer(
     cfg: Any, preset: str, fresh: bool = False, **changes: Any
 ) -> IslandOptimizers.Config:
     """Optimizers with the exchange of a preset, or of a yaml file, with changes to it."""
+    config = load_config(preset, changes)
+    if config.by_speed:
+        raise ValueError(
+            "local_steps='by_speed': torchtitan counts its steps in a loop of its own, which takes "
+            "each of them; leave it 'equal'"
+        )
     if type(cfg) is not OptimizersContainer.Config or "clip" in changes:
         raise ValueError(
             f"clip={changes.get('clip')}, {type(cfg).__qualname__}: the norm that clips is "
             "--training.max_norm, and the optimizers must be an OptimizersContainer"
         )
-    return derive(cfg, IslandOptimizers.Config, exchange=load_config(preset, changes), fresh=fresh)
+    return derive(cfg, IslandOptimizers.Config, exchange=config, fresh=fresh)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -8,7 +8,8 @@ questions, and set-up), and the meter that counts messages and their bytes.
     u8   kind
     u8   flags
     u8   norm, see `norm_code`
-    u64  digest of the configuration; 0 before it is agreed
+    u48  digest of the configuration; 0 before it is agreed
+    u16  seconds of a step, see `rate_code`
     u32  step
     u32  number of the message on its peer group
     u48  bytes of the body
@@ -46,11 +47,13 @@ except ImportError:  # built without a C compiler
 
 assert sys.byteorder == "little", "the wire format is little-endian and written without swapping"
 
-# 5: notes had other names and no bounds; 4: no learning rate; 3: positions of 12 bits, the checksum
-# of a long body was its CRC-32; 2: the configuration, and so its digest, had other names
-MAGIC, VERSION = b"FDX2", 6
+# 6: no seconds of a step, the digest had 64 bits; 5: notes had other names and no bounds; 4: no
+# learning rate; 3: positions of 12 bits, the checksum of a long body was its CRC-32; 2: the
+# configuration, and so its digest, had other names
+MAGIC, VERSION = b"FDX2", 7
 HEADER = struct.Struct("<4sBBHQIIQQffII")
-LENGTH_BITS = 48  # of the number that is the length of the body; the rest is the learning rate
+LOW_BITS = 48  # of two numbers: the length of the body, above it the learning rate; the digest of
+# the configuration, above it the seconds of a step
 
 STOP = 1  # flag: this island asks all to stop after this step
 SKIPPED = 2  # flag: this replica took no step; its plain gradient has no weight
@@ -113,8 +116,9 @@ RATE_PER_OCTAVE, RATE_ONE, RATE_BEYOND = 1024, 40960, 65535
 
 
 def rate_code(rate: float) -> int:
-    """A learning rate in 16 bits: 0 where there is none, else 1 to 65535 in steps of 1/1024 of an
-    octave, 40960 for 1. So it is known to 0.034 %, between 9e-13 and 2e7; beyond that the nearest.
+    """A learning rate, or seconds, in 16 bits: 0 where there is none, else 1 to 65535 in steps of
+    1/1024 of an octave, 40960 for 1. So it is known to 0.034 %, between 9e-13 and 2e7; beyond that
+    the nearest.
 
     >>> [rate_code(rate) for rate in (0.0, 1.0, 2.0, 3e-4, float("nan"))]
     [0, 40960, 41984, 28976, 0]
@@ -144,6 +148,8 @@ class Header:
             ranks. 0 where unknown.
         rate: `rate_code` of the sender's learning rate, the mean over its parameter groups. 0 where
             it is not said.
+        seconds: `rate_code` of the seconds of a step of the sender's island, without waiting. 0
+            where they are not said.
     """
 
     digest: int
@@ -156,6 +162,7 @@ class Header:
     number: int = 0
     norm: int = 0
     rate: int = 0
+    seconds: int = 0
 
     @property
     def at_step(self) -> int:
@@ -176,10 +183,10 @@ def _head(header: Header, body: Tensor) -> Tensor:
         VERSION,
         h.kind,
         flags,
-        h.digest,
+        h.digest | h.seconds << LOW_BITS,
         h.step,
         h.number,
-        body.numel() | h.rate << LENGTH_BITS,
+        body.numel() | h.rate << LOW_BITS,
         h.total,
         h.weight,
         h.loss,
@@ -211,14 +218,15 @@ class Sealed(NamedTuple):
 def claimed(head: bytes) -> tuple[Header, int]:
     """The header that a message's first 56 bytes claim, and the bytes of its body; not checked."""
     fields = HEADER.unpack(head)
-    return _read(fields), fields[7] % (1 << LENGTH_BITS)
+    return _read(fields), fields[7] % (1 << LOW_BITS)
 
 
 def _read(fields: tuple[Any, ...]) -> Header:
     """The fields of a message's first bytes as a header."""
     _, _, kind, flags, digest, step, number, length, total, weight, loss, _, _ = fields
-    norm, rate = flags >> 8, length >> LENGTH_BITS
-    return Header(digest, step, weight, loss, flags & 0xFF, kind, total, number, norm, rate)
+    (seconds, digest), rate = divmod(digest, 1 << LOW_BITS), length >> LOW_BITS
+    known = digest, step, weight, loss, flags & 0xFF, kind, total, number
+    return Header(*known, flags >> 8, rate, seconds)
 
 
 def open_head(head: bytes, expected: Header, size: int, sender: str) -> tuple[Header, int]:
@@ -242,7 +250,7 @@ def open_head(head: bytes, expected: Header, size: int, sender: str) -> tuple[He
         raise Mismatch(_apart(theirs, expected, sender))
     if theirs.digest != expected.digest:
         both = (
-            f"{theirs.digest:016x}, ours is {expected.digest:016x}: start all islands with one "
+            f"{theirs.digest:012x}, ours is {expected.digest:012x}: start all islands with one "
             "configuration"
         )
         raise Mismatch(f"message from {sender} has configuration digest {both}{see('unlike-runs')}")

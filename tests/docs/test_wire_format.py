@@ -44,9 +44,10 @@ def test_wire_format_page_has_offsets_and_types(name: str) -> None:
     sizes = [struct.calcsize("<" + TYPES.get(row[2], row[2])) for row in rows]
     assert [int(row[1]) for row in rows] == sizes
     assert [int(row[0]) for row in rows] == [0, *accumulate(sizes)][:-1]
-    # in the struct flags and norm are one number, and so are length and rate: low bytes come first
+    # in the struct flags and norm are one number, and so are digest and seconds, length and rate:
+    # low bytes come first
     assert (
-        form.replace("BBBBQ", "BBHQ", 1).replace("6sH", "Q", 1) == wanted.format
+        form.replace("BBBB", "BBH", 1).replace("6sH", "Q", 2) == wanted.format
         if name == "header"
         else form == wanted.format
     )

@@ -19,7 +19,7 @@ from ..support.two_layers import train
 
 HEADER = {
     "digest": 5, "step": 3, "weight": 2.0, "loss": 1.5, "flags": 0, "kind": 1, "total": 0,
-    "number": 0, "norm": 0, "rate": 0,
+    "number": 0, "norm": 0, "rate": 0, "seconds": 0,
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from fsdp_demo import preset
 from fsdp_demo.checkpoint import CheckpointManager, RunState
 
 from ..support.two_layers import step, train
+from .test_local_steps import given_speeds
 from .test_survivors import BY_SGD, Small, loss, optimizer_for
 
 ENV = {"ISLAND_DEAD": "8", "ISLAND_STOP": "20"}
@@ -41,6 +42,11 @@ CASES = {
     "local_sgd, late": preset("local_sgd", period=6, **{"schedule.delay": 2, "applier.mix": 0.5}),
     "desloc": preset("desloc", period=7),
 }
+BY_SPEED = {
+    "by speed": preset("diloco", period=6, momentum_warmup=0, local_steps="by_speed"),
+    "by speed, late": preset("sparse_loco", period=6, local_steps="by_speed",
+        **{"schedule.delay": 2}),
+}  # fmt: skip
 QUICK = ("demo", "diloco, far", "sparse_loco", "streaming_diloco")
 
 
@@ -52,7 +58,8 @@ def run(
     in an exchange; the others are told `late` seconds later. late below 0: it is told at once, and
     alone. dies: it is killed instead.
     """
-    config, model = CASES[case], Small()
+    config, model = {**CASES, **BY_SPEED}[case], Small()
+    given_speeds((1.0, 3.0))
     optimizer = optimizer_for(case, model)
     topology = fsdp_demo.Topology.from_env()
     manager = CheckpointManager(folder / topology.name, topology)
@@ -131,6 +138,27 @@ def check(run_ranks, folder, case: str, at: dict[int, int], ranks: int = 1, late
     assert all(step >= at[i] for i, step in enumerate(stopped))
     for (_, one), (_, two) in zip(whole, found, strict=True):
         assert all(torch.equal(one[n], two[n]) for n in one)
+
+
+@pytest.mark.parametrize("at", [{0: 10, 1: 9}, pytest.param({0: 7, 1: 6}, marks=pytest.mark.slow)])
+def test_stop_islands_of_unlike_speed(run_ranks, tmp_path, at) -> None:
+    """Islands that take unlike steps (6 and 2 in a round) stop between the same messages, none in
+    the midst of ticks that it leaves out, and resume bit for bit.
+    """
+    check(run_ranks, tmp_path, "by speed", at)
+
+
+@pytest.mark.slow
+def test_stop_in_the_midst_of_left_out_steps(run_ranks, tmp_path) -> None:
+    """An island that waits for a late message in a tick that it leaves out, and is told to end,
+    resumes there with a step of its own: all islands end at one step with one model.
+    """
+    interrupted(run_ranks, tmp_path, "by speed, late", {0: 14, 1: 15})
+    assert saved(tmp_path)[1] == 20  # it takes steps 18 and 21
+    found = run_ranks(run, 2, 1, env=ENV, args=(tmp_path, "by speed, late", None))
+    assert [began for began, _ in found] == saved(tmp_path)
+    (_, one), (_, two) = found
+    assert all(torch.equal(one[n], two[n]) for n in one)
 
 
 def test_stop_run_can_start_again(run_ranks: Any) -> None:

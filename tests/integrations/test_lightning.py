@@ -369,12 +369,14 @@ class Manual(script.Net):
 
 
 NAMED = {"accelerator": "cpu", "devices": 1}
+BY_SPEED = fsdp_demo.preset("diloco", local_steps="by_speed")
 
 
 @pytest.mark.parametrize(
     ("preset", "settings", "net", "text"),
     [
         ("demo", {}, script.Net, "Let configure_optimizers return fsdp_demo.base_optimizer("),
+        (BY_SPEED, {}, script.Net, "local_steps='by_speed': its Trainer counts"),
         ("diloco", {}, Manual, "automatic_optimization=False: call"),
         ("diloco", {"precision": "16-true"}, script.Net, "take 'bf16-mixed'"),
         ("diloco", {"callbacks": [ExchangeCallback("full")]}, script.Net, "two ExchangeCallbacks"),

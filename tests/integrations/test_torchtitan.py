@@ -54,6 +54,7 @@ class Other(OptimizersContainer.Config):
         ({"preset": "dilco"}, None, "dilco"),
         ({"preset": "diloco", "periods": 2}, None, "preset 'diloco' has no setting 'periods'"),
         ({"preset": "diloco", "clip": 1.0}, None, "the norm that clips is --training.max_norm"),
+        ({"preset": "diloco", "local_steps": "by_speed"}, None, "leave it 'equal'"),
         ({"preset": "diloco"}, Other, "the optimizers must be an OptimizersContainer"),
     ],
 )  # fmt: skip

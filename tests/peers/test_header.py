@@ -30,7 +30,7 @@ from ..support.sections import decode_sparse
 from ..support.threaded import Tap, values
 
 quick = settings(max_examples=60, deadline=None)
-DIGEST, STEP = 0x0123456789ABCDEF, 70000
+DIGEST, STEP = 0x0123456789AB, 70000
 HERE = frame.Header(DIGEST, STEP)
 
 
@@ -41,10 +41,10 @@ def uint8(data: bytes) -> torch.Tensor:
 # ---- golden vectors: a change here is a new wire version ---------------------------------------
 
 HEADER = (
-    "4644583206010100efcdab896745230170110100090000000400000000003071feffffffffffffff0000c03f0000104059d0539c85f775f4"
+    "4644583207010100ab8967452301009c70110100090000000400000000003071feffffffffffffff0000c03f0000104059d0539ca8aa567d"
     "010203ff"
 )
-EMPTY = "46445832060100001032547698badcfe0000000000000000000000000000000000000000000000000000803f0000c07f00000000ac8ffe76"  # noqa: E501
+EMPTY = "4644583207010000547698badcfe00000000000000000000000000000000000000000000000000000000803f0000c07f00000000ba7b4380"  # noqa: E501
 SECTIONS = {
     "fp32": "3040ffc33040ffc33040ff43009c5630093040ffc33040ff433040ff4345754a83093040ffc33040ff433040ff4396503d930a3040ffc3c080fec33040ff"  # noqa: E501
     "433fd06f73080000000000000000000020c00001640000caa846422f55cf436c33b7c2",
@@ -74,13 +74,16 @@ def fixed() -> torch.Tensor:
 
 def test_header_golden_bytes() -> None:
     """The bytes of a header are frozen."""
-    head = frame.Header(DIGEST, STEP, 1.5, 2.25, frame.STOP, total=2**64 - 2, number=9, rate=28976)
+    head = frame.Header(
+        DIGEST, STEP, 1.5, 2.25, frame.STOP, total=2**64 - 2, number=9, rate=28976, seconds=39936
+    )
     message = seal(head, uint8(b"\x01\x02\x03\xff"))
     assert bytes(message.tolist()).hex() == HEADER
     header, body = unseal(message, frame.Header(DIGEST, STEP, number=9), "a")
     assert (header.flags, header.weight, header.loss, header.rate) == (1, 1.5, 2.25, 28976)
+    assert header.seconds == 39936
     assert body.tolist() == [1, 2, 3, 255]
-    assert bytes(seal(frame.Header(0xFEDCBA9876543210, 0), uint8(b"")).tolist()).hex() == EMPTY
+    assert bytes(seal(frame.Header(0xFEDCBA987654, 0), uint8(b"")).tolist()).hex() == EMPTY
 
 
 def test_header_golden_bytes_by_hand() -> None:
@@ -88,7 +91,8 @@ def test_header_golden_bytes_by_hand() -> None:
     raw = bytes.fromhex(HEADER)
     fields = struct.unpack("<4sBBHQIIQQffII", raw[:56])
     length = 4 | 28976 << 48  # 3e-4: 1/1024 of an octave a step, 40960 for 1
-    assert fields[:7] == (b"FDX2", 6, frame.PAYLOAD, 1, DIGEST, STEP, 9)
+    digest = DIGEST | 39936 << 48  # half a second, in the same code
+    assert fields[:7] == (b"FDX2", 7, frame.PAYLOAD, 1, digest, STEP, 9)
     assert fields[7:11] == (length, 2**64 - 2, 1.5, 2.25)
     assert fields[11:] == (zlib.crc32(raw[56:]), zlib.crc32(raw[:52]))
 
@@ -214,11 +218,11 @@ def test_header_refuses_what_differs_with_both_values() -> None:
     """Another step, digest or version is refused by an error that has both values."""
     with pytest.raises(WireError, match=f"step {STEP + 2}.* step {STEP + 1}"):
         unseal(sealed(step=STEP + 1), HERE, "a")
-    with pytest.raises(WireError, match="0123456789abcdee.*0123456789abcdef"):
+    with pytest.raises(WireError, match="0123456789aa.*0123456789ab"):
         unseal(sealed(digest=DIGEST - 1), HERE, "a")
-    with pytest.raises(WireError, match="version 5.*version 6"):
-        unseal(other_version(sealed(), 5), HERE, "a")
-    assert unseal(other_version(sealed(), 6), HERE, "a")[0].step == STEP
+    with pytest.raises(WireError, match="version 6.*version 7"):
+        unseal(other_version(sealed(), 6), HERE, "a")
+    assert unseal(other_version(sealed(), 7), HERE, "a")[0].step == STEP
 
 
 # ---- the same through a real exchange of two islands -------------------------------------------

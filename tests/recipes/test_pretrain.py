@@ -11,6 +11,10 @@ import datasets
 import pytest
 import report
 import torch
+from pretrain_parts import Arguments, refuse_unlike
+
+import fsdp_demo
+from fsdp_demo.exchange.pace import Pace
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 TOKENIZER = data.ByteTokenizer()
@@ -174,3 +178,28 @@ def tiny(**changes):
         return AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(MODELS / "tiny.json", **changes)
         )
+
+
+def test_pretrain_islands_take_unlike_steps(run_ranks, everywhere, tmp_path):
+    """Under local_steps=by_speed a slow island trains on fewer rows, each once, also behind a
+    resume; lines, rate and saves follow the clock of the run. Saves at unlike steps are refused.
+    """
+    everywhere.setattr(Pace, "seconds", lambda self, device: (1.0, 2.0)[self._slot])
+    source, by_speed = rows_file(tmp_path, 150), ("period=4", "local_steps=by_speed")
+    options = ("--exchange", "diloco", "--set", *by_speed, "--data", source, "--save-every", 4)
+    seen = []
+    for steps, more in ((8, ()), (16, ("--resume",))):
+        args = (tmp_path / "out", "--steps", steps, *options, *more)
+        seen.append(run_ranks(recipe, 2, 2, args=args))
+    for island, own in ((0, (8, 8)), (1, (6, 4))):
+        lives = [life[2 * island : 2 * island + 2] for life in seen]
+        assert [[len(batches) for batches in life] for life in lives] == [[n] * 2 for n in own]
+        rows = [row for life in lives for batches in life for batch in batches for row in batch]
+        assert len(rows) == len(set(rows))
+        summary, lines = told(tmp_path / "out", island)
+        assert summary["steps"] == 16 and summary["digests_equal"] is True
+        assert [line["step"] for line in lines] == [*range(2, 17, 2)]
+    assert len({told(tmp_path / "out", i)[1][-1]["lr"] for i in range(2)}) == 1
+    odd = Arguments(save_every=6, eval_every=0)
+    with pytest.raises(ValueError, match="--save-every and --eval-every multiples of 4"):
+        refuse_unlike(odd, fsdp_demo.load_config("diloco", by_speed))

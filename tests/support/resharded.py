@@ -154,7 +154,8 @@ def make(
         kind="islands", island=island, islands=form.islands, name=f"island{island}", run="run"
     )
     topology = SimpleNamespace(**facts, rank=place.copy * form.shards + place.shard, world=world)
-    at = {"step": STEP, "state": state, "applied": {}, "history": "", "applied_by": []}
+    at = {"step": STEP, "steps_taken": STEP, "state": state}
+    at |= {"applied": {}, "history": "", "applied_by": []}
     rank = SimpleNamespace(
         auto_choice=None, channels=bound, host=host, config=config, topology=topology, **at
     )

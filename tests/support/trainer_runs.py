@@ -11,8 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import TrainerCallback
+
+from fsdp_demo.exchange.pace import Pace
 
 from . import trainer_script as script
 
@@ -91,3 +94,40 @@ def sigterm_saves_and_resumes(
     # a step whose exchange was cut off is not logged
     assert resumed[3].items() <= whole[3].items() and len(resumed[3]) >= 11
     return int(cut[1])
+
+
+def unlike_islands_resume(me: Any, **how: Any) -> None:
+    """Sixteen steps in rounds of four, of which island 1 takes two after the first round; and from
+    the checkpoint of step 8 again. Clock, rates, places in the data and all bits are the same.
+    """
+    speeds = pytest.MonkeyPatch()
+    speeds.setattr(Pace, "seconds", lambda self, device: (1.0, 2.0)[self._slot])
+    plan = {"max_steps": 16, "save_steps": 6, "eval_steps": 4, "logging_steps": 1, **how}
+    seen = []
+    for resume in (None, str(me.folder / "out" / "checkpoint-8")):
+        rows: list[torch.Tensor] = []
+        line = script.one_line("diloco", period=4, local_steps="by_speed", lr=1e-3)
+        made = script.trainer(me.folder / "out", line, **plan)
+        step = made.training_step
+        made.training_step = lambda model, inputs, *args, step=step, rows=rows: (
+            rows.append(inputs["input_ids"].clone()),
+            step(model, inputs, *args),
+        )[1]
+        result = made.train(resume_from_checkpoint=resume)
+        exchange, state = script.exchange_of(made), made.state
+        own = (16, 10)[me.island]
+        assert (state.global_step, exchange.step, exchange.steps_taken) == (16, 16, own)
+        assert exchange.digests_equal() and exchange.local_steps == {0: 4, 1: 2}
+        assert made.lr_scheduler.get_last_lr()[0] == 0.0  # linear to the end of the run
+        losses = script.history(made, "loss")
+        logged = [row["step"] for row in state.log_history if "loss" in row]
+        assert logged == ([*range(1, 17)], [1, 2, 3, 4, 6, 8, 10, 12, 14, 16])[me.island]
+        assert len(rows) == own - (0, (8, 6)[me.island])[resume is not None]
+        fresh = losses[-len(rows) :]
+        assert result.training_loss == pytest.approx(sum(fresh) / len(fresh), rel=1e-4)
+        assert [r["step"] for r in state.log_history if "eval_loss" in r] == [4, 8, 12, 16]
+        assert script.whole_steps(Path(made.args.output_dir)) == [8, 12, 16]
+        seen.append((script.parameters(made), moments(made), losses, rows))
+    (whole, one, losses, rows), (again, two, later, rest) = seen
+    assert torch.equal(whole, again) and torch.equal(one, two) and losses == later
+    assert all(torch.equal(a, b) for a, b in zip(rows[-len(rest) :], rest, strict=True))

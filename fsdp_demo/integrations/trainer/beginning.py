@@ -36,6 +36,7 @@ from ...errors import NeedsDecision, see
 from ...exchange.exchange import Exchange
 from ...files import read_json
 from ...rendezvous.topology import Topology
+from .clock import begin_at, place_of
 from .engine import engine_of
 from .evaluation import Evaluations
 from .joining import KINDS, TakeOver, common_state, load_moments, move_to
@@ -85,6 +86,8 @@ class Beginning:
         taken = where if isinstance(where, TakeOver) else None
         after = ExitStack()
         after.callback(manager.close)
+        if isinstance(where, str) and not fresh:
+            begin_at(trainer, place_of(Path(where), topology), after)
         given = None if taken else where
         return cls(given, taken, joins, is_named(wanted), fresh, after, manager)
 

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
+from ...config.local_steps import round_of
 from ...exchange.exchange import Exchange
 from ...hosts.torch_params import reshard
 from .setup import check_best
@@ -52,10 +53,17 @@ class Evaluations:
         self._every = {"steps": int(state.eval_steps or 0), "epoch": epoch}.get(
             str(args.eval_strategy.value), 0
         )
-        self._from = args.eval_delay
+        self._from, config = args.eval_delay, exchange.config
+        self._within = round_of(config.channels) if config.by_speed else 1
         names = sorted(trainer.eval_dataset) if isinstance(trainer.eval_dataset, dict) else []
         if args.load_best_model_at_end:
             every = self._every or 1
+            if every % self._within:
+                raise ValueError(
+                    f"load_best_model_at_end with eval_steps={every} beside local_steps='by_speed' "
+                    f"with a period of {self._within}: set eval_steps to a multiple of it, where "
+                    "all islands stand at one step"
+                )
             check_best(
                 exchange,
                 args,
@@ -117,7 +125,9 @@ class Evaluations:
         if state.global_step == 0:
             return bool(self._trainer.args.eval_on_start)
         now = state.epoch if self._trainer.args.eval_strategy == "epoch" else state.global_step
-        return bool(self._every) and state.global_step % self._every == 0 and now >= self._from
+        passed = state.global_step - self._within  # islands of unlike speed meet once in a round
+        due = bool(self._every) and passed // self._every < state.global_step // self._every
+        return due and now >= self._from
 
     def run(self, loop: Callable[[], Any], prefix: str) -> Any:
         """Run an evaluation loop; returns its output with `<prefix>_outer_parameters` (1 or 0) in

@@ -23,6 +23,7 @@ from ...runlog.record import tracked
 from ..data import tokens_in, warn_of_same_rows
 from ..record import TrainingRecord
 from .beginning import Beginning
+from .clock import Clock
 from .engine import before_steps, engine_of
 from .evaluation import Evaluations
 from .joining import tells
@@ -65,6 +66,7 @@ class Session(TrainerCallback):
         after.callback(setattr, args, "save_total_limit", args.save_total_limit)
         args.save_total_limit = None  # the manager rotates
         self._evaluations = Evaluations(exchange, trainer)
+        self._clock = Clock(trainer, exchange)
         exchange.raise_stopped(False)
         exchange.tell_newcomers(functools.partial(tells, trainer, self._evaluations))
         warn_of_same_rows(exchange, trainer.train_dataset)
@@ -99,6 +101,10 @@ class Session(TrainerCallback):
         if not self._engine_steps:
             self._note()
 
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After the step and its exchange, before the Trainer counts it."""
+        self._clock.follow()
+
     def _note(self) -> None:
         if (exchange := self.live) is not None:
             exchange.report(loss=self._loss)
@@ -123,6 +129,7 @@ class Session(TrainerCallback):
                 "step the optimizer once per step of the Trainer"
             )
         self._steps_in_epoch += 1
+        self._clock.settle(args, state, control)
         if self._record is not None:
             self._record.step()
         if state.global_step >= state.max_steps:
@@ -221,6 +228,7 @@ class Session(TrainerCallback):
         args, state = trainer.args, trainer.state
         if args.save_strategy == "no" or self.exchange.topology.one_world:
             return
+        self._clock.follow()
         # the local step was taken: end it as the Trainer would have
         if self.exchange.step == state.global_step + 1:
             trainer.lr_scheduler.step()

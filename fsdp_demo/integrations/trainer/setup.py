@@ -26,6 +26,7 @@ from ...exchange.exchange import Exchange
 from ...hosts.optimizers import base_optimizer, check_inner, optimizer_kind
 from ...rendezvous.topology import Topology
 from ..mesh import ExchangeParallelismConfig, mesh_topology, refuse_hsdp
+from .clock import problems
 from .engine import engine_problems, engine_topology, muon, settings_of
 
 log = logging.getLogger("fsdp_demo")
@@ -131,6 +132,7 @@ def refuse(trainer: Trainer, config: ExchangeConfig) -> None:
             f"preset {config.preset!r} has an optimizer of its own: {line}",
         ),
         *engine_problems(trainer, config),
+        *(problems(trainer, topology_of(trainer)) if config.by_speed else ()),
         (
             plugin is not None and plugin.fsdp_version != 2,
             f"fsdp_version={plugin and plugin.fsdp_version}: allowed is 2, since FSDP1 flattens "

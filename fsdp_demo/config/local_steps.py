@@ -1,0 +1,78 @@
+"""Unlike local steps: in a round each island takes as many inner steps as its speed allows, so that
+none waits for the slowest. Pure functions; `exchange/pace.py` measures the speeds.
+
+A round is a period of the method, counted in ticks of the run's clock (`Exchange.step`). An island
+takes a step of its own in some ticks of the round, and leaves the others out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .channel import Channel
+
+EQUAL, BY_SPEED = "equal", "by_speed"
+LOCAL_STEPS = (EQUAL, BY_SPEED)
+
+SLACK = 0.03
+"""How much longer than that of the fastest island a round of another one may take, as a share: what
+two equal machines seem to differ by must not cost one of them a step."""
+
+
+def local_steps(period: int, seconds: Sequence[float]) -> list[int]:
+    """The own steps of each island in a round: floor(`period` x speed / speed of the fastest), with
+    `SLACK`, from 1 to `period`.
+
+    Args:
+        period: ticks of a round.
+        seconds: of an own step, by island; 0: not known, and then as slow as the slowest known. If
+            none is known all take all steps.
+
+    >>> local_steps(20, [1.0, 2.0, 4.0]), local_steps(20, [0.5, 0.0, 2.0])
+    ([20, 10, 5], [20, 5, 5])
+    """
+    known = [s for s in seconds if s > 0]
+    if not known:
+        return [period] * len(seconds)
+    least, most = min(known), max(known)
+    shares = [least / (s if s > 0 else most) for s in seconds]
+    return [min(max(int(period * share * (1 + SLACK)), 1), period) for share in shares]
+
+
+def takes_step(tick: int, steps: int, period: int) -> bool:
+    """Whether an island that takes so many `steps` in a round takes one in this `tick` of it, from
+    0. They are spread over the round, and its first tick is one of them.
+
+    >>> [tick for tick in range(10) if takes_step(tick, 3, 10)]
+    [0, 4, 7]
+    """
+    return tick == 0 or tick * steps // period != (tick - 1) * steps // period
+
+
+def round_of(channels: Sequence[Channel]) -> int:
+    """Ticks of a round: the shortest period of the channels."""
+    return min(c.schedule.sync_every for c in channels)
+
+
+def by_speed_problem(channels: Sequence[Channel], clips_together: bool) -> str:
+    """Why islands cannot take unlike steps under these channels; empty where they can.
+
+    Args:
+        clips_together: `ExchangeConfig.clips_together`.
+    """
+    often = next((c for c in channels if c.before_step or c.schedule.sync_every < 2), None)
+    if often is not None or clips_together:
+        what = f"channel {often.name!r} exchanges" if often else "clip_scope='islands' asks for"
+        return (
+            f"local_steps='by_speed' lets islands take unlike steps between two exchanges, and "
+            f"{what} {'them' if often is None else often.source} in every step: take a preset with "
+            "a period, such as diloco, or leave out what is late of a step (DropCompute: "
+            "exchange.time_is_up())"
+        )
+    equal = [c.name for c in channels if c.reducer.weight != "tokens"]
+    if equal:
+        return (
+            "local_steps='by_speed' weighs each island by what it has trained, found "
+            f"reducer.weight='equal' in channel {equal[0]!r}: set reducer.weight=tokens"
+        )
+    return ""
