@@ -21,7 +21,7 @@ from ..errors import counted
 from . import rules
 from .channel import Channel, Phase
 from .parsing import build, in_range, nearest, one_of, read_yaml, set_path, typed
-from .parts import BLOCK
+from .parts import BLOCK, Drop
 
 CLIP_SCOPES = ("replica", "islands")
 
@@ -58,6 +58,7 @@ class ExchangeConfig:
         own_tensors: shell patterns over names of buffers and frozen parameters that are each
             island's own: neither made equal at the start nor averaged (a queue of features, a
             teacher that is moved by hand).
+        drop: a time limit for the micro-batches of a step; null: none.
 
     Example:
         >>> from fsdp_demo import ExchangeConfig, preset
@@ -77,6 +78,7 @@ class ExchangeConfig:
     seed: int = 0
     norm_limit: float | None = NORM_LIMIT
     own_tensors: tuple[str, ...] = ()
+    drop: Drop | None = None
 
     def __post_init__(self) -> None:
         for c in self.channels:
@@ -98,6 +100,12 @@ class ExchangeConfig:
             raise ValueError(
                 "inner_optimizers=() names no optimizer: name those the method is defined for, or "
                 "'any'"
+            )
+        twice = self.drop is not None and self.drop.divisor == "published"
+        if twice and any(c.reducer.weight == "tokens" for c in self.channels):
+            raise ValueError(
+                "drop.divisor='published' with reducer.weight='tokens' counts what an island drops "
+                "twice, in its gradient and in its weight: take drop.divisor=exact, or weight=equal"
             )
         self._check_channels([c.name for c in self.channels])
 
@@ -276,7 +284,10 @@ class ExchangeConfig:
         They are in the header of every message, so that peers on another configuration are refused.
         """
         # 250 and 250.0 are equal: each number as its field declares it
-        text = json.dumps(ExchangeConfig.from_dict(self.to_dict()).to_dict(), sort_keys=True)
+        data = ExchangeConfig.from_dict(self.to_dict()).to_dict()
+        if self.drop is None:  # equal to that of releases without this key
+            del data["drop"]
+        text = json.dumps(data, sort_keys=True)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
     def parts(self) -> list[str]:

@@ -46,6 +46,7 @@ from ..peers.votes import VotePace
 from ..rendezvous.sibling_watch import SiblingWatch, collective
 from ..rendezvous.topology import Topology
 from . import run_specification
+from .drop import DropCompute
 from .in_flight import InFlightQueue
 from .message import LocalStatus, mean_rate
 from .refusals import Copies
@@ -93,6 +94,7 @@ class StepRuntime:
             buffers that act before the base step, and after it. gradients_only: all channels act
             before it.
         island: the other ranks of this replica. calls: the present collective of each of them.
+        drop: the micro-batches of a step and their limit.
         hooks: the engine's step hooks, which call `before`, `after` and `skip`.
         rewritten: the check for parameters written since an exchange.
         step: optimizer steps of the job done so far (ticks).
@@ -128,7 +130,9 @@ class StepRuntime:
         self.connections, self.island = queue.connections, queue.connections.island
         self.queue = queue
         self.work_with(config, bound)
-        calls = TickCalls(self.before, self.after, self.skip, lambda: self.needs_gradients)
+        drop = self.drop = DropCompute(config.drop, topology, host, queue)
+        reads = lambda: self.needs_gradients or drop.factor != 1.0  # noqa: E731
+        calls = TickCalls(self.before, self.after, self.skip, reads, lambda: drop.factor)
         self.hooks = host.hooks(calls)
         copies = Copies(host, self.island)
         self._copies = copies if copies.pending else None
@@ -237,6 +241,8 @@ class StepRuntime:
         self.stepped = True
         self.rewritten.compare(self.hooks.aside)
         self.host.assert_unchanged()
+        with torch.no_grad():
+            self.drop.close(self.status.skipping)
         self.status.begin()
         if (feed := self.donor_feed) is not None and feed.follows:
             self._rates = run_specification.read_rates(self.host)
@@ -296,6 +302,8 @@ class StepRuntime:
             self.status.end_step()
         for c in self.channels:
             c.enter(self.step)
+        if self.since <= self.step:  # else it repeats the steps of others
+            self.drop.choose(self.step)
         now = time.monotonic()
         self.seconds, self._ended_at = now - self._ended_at, now
         self.rewritten.note()
@@ -554,7 +562,7 @@ class StepRuntime:
     def _let_follow(self, asked: bool) -> None:
         """Send a joining island the rates of the ended step, and, if `asked`, the state."""
         if self._rates is not None and self.donor_feed is not None:
-            self.donor_feed.tick(Tick(self.step - 1, self._rates))
+            self.donor_feed.tick(Tick(self.step - 1, self._rates, self.drop.chosen))
         self._rates = None
         if asked:
             self._phases.hand_snapshot()

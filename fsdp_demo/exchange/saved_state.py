@@ -125,6 +125,7 @@ class ExchangeState:
         loss: the mean over the islands at the last exchange; losses: noted here since.
         norms: of the last messages (`watch.Norms.state`).
         history: as `History.note`; empty where it is not known.
+        limit: `DropCompute.chosen`.
     """
 
     step: int
@@ -141,6 +142,7 @@ class ExchangeState:
     losses: list[float] = field(default_factory=list)
     norms: dict[str, Any] = field(default_factory=dict)
     history: dict[str, Any] = field(default_factory=dict)
+    limit: float = 0.0
 
     def to_tree(self) -> dict[str, Any]:
         """Dicts, lists, numbers and tensors (references): what `Exchange.state_dict` gives."""
@@ -157,6 +159,7 @@ class ExchangeState:
             **({"counts": self.counts} if self.counts != [self.tokens, 0] else {}),
             **({"norms": self.norms} if self.norms else {}),
             **({"history": self.history} if self.history else {}),
+            **({"limit": self.limit} if self.limit else {}),
         }
 
     @classmethod
@@ -180,4 +183,5 @@ class ExchangeState:
             losses=list(losses),
             norms=dict(tree.get("norms", {})),
             history=dict(tree.get("history", {})),
+            limit=float(tree.get("limit", 0.0)),
         )

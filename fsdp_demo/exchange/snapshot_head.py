@@ -60,6 +60,7 @@ class DonorPosition(Struct, frozen=True):
         host: what the donor tells (`Exchange.tell_newcomers`), not compared.
         history: of contributors (`saved_state.History`).
         tokens: of all islands so far, as the donor's island counts them.
+        limit: `DropCompute.chosen`.
     """
 
     step: Whole
@@ -73,6 +74,7 @@ class DonorPosition(Struct, frozen=True):
     norms: Kept
     history: HistoryNote
     tokens: Whole = 0
+    limit: float = 0.0
 
     @classmethod
     def of(
@@ -103,6 +105,7 @@ class DonorPosition(Struct, frozen=True):
             norms=queue.norms.state([(f.members, f.step) for f in queue.flights]),
             history=cast("HistoryNote", queue.history.note()),
             tokens=tokens,
+            limit=runtime.drop.chosen,
         )
 
 

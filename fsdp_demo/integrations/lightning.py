@@ -125,6 +125,7 @@ class ExchangeCallback(_Callback):
             "on_train_end (docs/torch.md)": not module.automatic_optimization,
             f"precision={trainer.precision!r}, whose loss scaler skips steps on one island only: "
             "take 'bf16-mixed'": str(trainer.precision).startswith("16"),
+            "drop: Lightning accumulates in a loop of its own; leave it out": self.config.drop,
             "GradientAccumulationScheduler: set Trainer(accumulate_grad_batches=N)": any(
                 "GradientAccumulation" in type(c).__name__ for c in trainer.callbacks
             ),

@@ -55,6 +55,8 @@ class Session(TrainerCallback):
         self._loss: Any = 0.0
         self._numbers: dict[str, float] = {}
         self._steps_in_epoch, self._weighed = 0, -1
+        self._drops, self._micro = exchange.config.drop is not None, 0
+        self._taken: list[Any] = []  # micro-batches of the step under way
         self._pace: VotePace | None = None  # of an evaluation that can be left
         if self._engine_steps:
             after.callback(before_steps(trainer.accelerator, self._hear))
@@ -108,7 +110,14 @@ class Session(TrainerCallback):
         """Add a micro-batch's loss, before the engine steps."""
         self._loss = self._loss + loss
         if last:
+            self._complete()
             self._note()
+
+    def _complete(self) -> None:
+        """At the last micro-batch, make up for those that were dropped: the loss of the step is the
+        mean over what was taken."""
+        self._left = (self.exchange.drop.ratio - 1.0) * self._loss
+        self._loss = self._loss + self._left
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """After the exchange of this step: compare clocks, take part in a stop, gather numbers for
@@ -270,11 +279,35 @@ class Session(TrainerCallback):
             return original(model, inputs, *args, **kwargs)
         exchange.catch_up()
         items = next(iter(args), kwargs.get("num_items_in_batch"))
-        exchange.report(tokens=tokens_in(inputs), weight=self._weight(inputs, items))
+        if self._drops and self._left_out(exchange, inputs, items):
+            return torch.zeros((), device=self._trainer.args.device)
+        weighs = self._weight(inputs, None if self._drops else items)
+        exchange.report(tokens=tokens_in(inputs), weight=weighs)
         loss = original(model, inputs, *args, **kwargs)
         if not self._engine_steps and isinstance(loss, torch.Tensor):
             self._loss = self._loss + loss.detach()
-        return loss
+        if not self._drops or self._micro:
+            return loss
+        if not self._engine_steps:
+            self._complete()
+            exchange.drop.scale()  # ahead of the Trainer's clipping
+        return loss + self._left
+
+    def _left_out(self, exchange: Exchange, inputs: Any, items: Any) -> bool:
+        """Whether a micro-batch is dropped. Where the Trainer divides by `items`, those of the step
+        in all, the exact divisor are those of the micro-batches taken."""
+        trainer: Any = self._trainer
+        of = trainer.current_gradient_accumulation_steps
+        micro, self._micro = self._micro, (self._micro + 1) % of
+        if exchange.time_is_up(micro, of):
+            return True
+        self._taken = [*self._taken, inputs] if micro else [inputs]
+        if not self._micro and items is not None and len(self._taken) < of:
+            taken = trainer._get_num_items_in_batch(self._taken, trainer.args.device)
+            both = (float(torch.as_tensor(each).sum()) for each in (items, taken))
+            whole, left = exchange.island.sum(*both)
+            exchange.drop.ratio = whole / max(left, 1.0)
+        return False
 
     def _weight(self, inputs: Any, items: Any) -> int | torch.Tensor:
         """What a micro-batch adds to the weight of this island: labels, else tokens. `items`, by
