@@ -29,7 +29,9 @@ class Clock:
 
 
 def rows(step: int, micro: int, rank: int) -> torch.Tensor:
-    return torch.randn(3, 6, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+    return torch.randn(
+        3, 6, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    )
 
 
 def net() -> torch.nn.Module:
