@@ -149,7 +149,7 @@ class DropCompute:
         islands for theirs, and take the limit that follows from them."""
         if not self._records:
             return
-        if self._marks and len(self._marks) == self._of:
+        if 3 <= len(self._marks) == self._of:
             times = [b - a for a, b in zip([0.0, *self._marks], self._marks, strict=False)]
             self._times.append([clock() - self._began, *times])
             self._marks = []
@@ -176,38 +176,49 @@ class DropCompute:
 
 
 def best_limit(
-    times: Sequence[Sequence[Sequence[float]]], wall: float
+    times: Sequence[Sequence[Sequence[float]]], wall: float, last: bool = True
 ) -> tuple[float, float, float]:
-    """The limit, of 200 between the earliest end of a sixth micro-batch (of the last one, in steps
-    of fewer) and the latest of all, with the largest mean over the steps of (1 - dropped) / (1 -
-    saved) - 1. `saved` is the share of the step's time.
+    """The limit, of 200 between the earliest end of a sixth micro-batch and the latest of all, with
+    the largest mean over the steps of (1 - dropped) / (1 - saved) - 1. `saved` is the share of the
+    step's time.
 
     Args:
-        times: seconds of each micro-batch, [islands][steps][micro-batches].
+        times: seconds of each micro-batch, [islands][steps][micro-batches], 3 or more of them.
         wall: mean seconds of a step, with waiting and the optimizer's step.
+        last: the last micro-batch is always taken, and each that has begun in time, as
+            `DropCompute` does; False: those that end in time, as in the released code.
 
     Returns:
-        The limit in seconds, the share of micro-batches that end later, and that mean.
+        The limit in seconds, the share of micro-batches that it drops, and that mean.
 
     Example:
-        >>> limit, share, gain = best_limit([[[1.0] * 8], [[1.0] * 7 + [9.0]]], 16.0)
-        >>> limit > 8, share, gain > 0.8
-        (True, 0.0625, True)
+        >>> limit, share, gain = best_limit([[[1.0] * 8], [[1.0] * 6 + [9.0] * 2]], 25.0)
+        >>> 6 <= limit < 25, share, round(gain, 2)
+        (True, 0.125, 0.37)
     """
-    steps = list(zip(*([[*accumulate(s)] for s in island] for island in times), strict=True))
-    slowest = [max(ends[-1] for ends in step) for step in steps]
+    steps = list(zip(*times, strict=True))
+    slowest = [max(map(sum, step)) for step in steps]
     overhead = wall - sum(slowest) / len(slowest)
-    low, high = min(e[min(5, len(e) - 1)] for step in steps for e in step), max(slowest)
+    ends = [[*accumulate(island)] for step in steps for island in step]
+    low, high = min(e[min(5, len(e) - 1 - 2 * last)] for e in ends), max(e[-1] for e in ends)
     best = (high, 0.0, -math.inf)
     for i in range(200):
         limit, shares, gains = low + (high - low) * i / 199, [], []
         for step, longest in zip(steps, slowest, strict=True):
-            kept = [end for ends in step for end in ends if end < limit]
-            share = 1 - len(kept) / sum(map(len, step))
-            saved = (longest - max(kept, default=0.0)) / (longest + overhead)
-            shares.append(share)
-            gains.append((1 - share) / (1 - saved) - 1 if kept else -1.0)
-        gain = sum(gains) / len(gains)
-        if gain > best[2]:
+            taken, seconds = zip(*(_taken(island, limit, last) for island in step), strict=True)
+            shares.append(1 - sum(taken) / sum(map(len, step)))
+            saved = (longest - max(seconds)) / (longest + overhead)
+            gains.append((1 - shares[-1]) / (1 - saved) - 1 if any(taken) else -1.0)
+        if (gain := sum(gains) / len(gains)) > best[2]:
             best = (limit, sum(shares) / len(shares), gain)
     return best
+
+
+def _taken(times: Sequence[float], limit: float, last: bool) -> tuple[int, float]:
+    """How many micro-batches of a step are taken, and their seconds."""
+    ends = [*accumulate(times)]
+    if last:  # the second to the last but one begin where the one before ends
+        n = 1 + sum(end < limit for end in ends[:-2])
+        return n + 1, ends[n - 1] + times[-1]
+    n = sum(end < limit for end in ends)
+    return n, ends[n - 1] if n else 0.0

@@ -112,14 +112,17 @@ def recorded(islands: int, steps: int, micro: int) -> np.ndarray:
     return 0.45 * (1 + 0.5 * delay)
 
 
+@pytest.mark.parametrize("last", [False, True], ids=["released", "last taken"])
 @pytest.mark.parametrize("shape, overhead", [((4, 14, 12), 1.0), ((2, 3, 6), 0.1), ((1, 5, 9), 0)])
-def test_drop_limit_is_the_released_choice(shape: tuple[int, int, int], overhead: float) -> None:
+def test_drop_limit_is_the_released_choice(
+    shape: tuple[int, int, int], overhead: float, last: bool
+) -> None:
     """The chosen limit, its share of dropped micro-batches and its gain are those of the released
-    rule."""
+    rule, and of the same rule where the last micro-batch is always taken."""
     times = recorded(*shape)
     wall = times.sum(2).max(0).mean() + overhead
-    found = drop.best_limit(times.tolist(), float(wall))
-    assert found == pytest.approx(oracle.best(times, wall), rel=1e-9)
+    found = drop.best_limit(times.tolist(), float(wall), last)
+    assert found == pytest.approx(oracle.best(times, wall, last), rel=1e-9)
     assert shape[0] == 1 or found[1] > 0.01 and found[2] > 0.05
 
 

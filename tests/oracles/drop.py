@@ -8,13 +8,15 @@ from __future__ import annotations
 import numpy as np
 
 
-def limits(times: np.ndarray) -> np.ndarray:
-    """The 200 limits that are tried, for times [islands, steps, micro-batches] in seconds."""
+def limits(times: np.ndarray, last: bool) -> np.ndarray:
+    """The 200 limits that are tried, for times [islands, steps, micro-batches] in seconds; where
+    the last micro-batch is always taken, from the earliest that can leave one out."""
     ends = times.cumsum(axis=2)
-    return np.linspace(ends[:, :, 5:].min(), ends.max(), 200)
+    first = min(5, times.shape[2] - (3 if last else 1))
+    return np.linspace(ends[:, :, first:].min(), ends.max(), 200)
 
 
-def gain(times: np.ndarray, wall: float, limit: float) -> tuple[float, float]:
+def gain(times: np.ndarray, wall: float, limit: float, last: bool) -> tuple[float, float]:
     """The share of micro-batches that a limit drops, and by how much more of them a second takes;
     both as means over the steps. wall: mean seconds of a step."""
     islands, steps, micro = times.shape
@@ -22,23 +24,29 @@ def gain(times: np.ndarray, wall: float, limit: float) -> tuple[float, float]:
     overhead = wall - sum(longest) / steps
     shares, gains = [], []
     for s in range(steps):
-        dropped, last = 0, 0.0
+        dropped, latest = 0, 0.0
         for i in range(islands):
-            end = 0.0
+            now, up = 0.0, False
             for m in range(micro):
-                end += times[i, s, m]
-                if end < limit:
-                    last = max(last, end)
+                if last:
+                    up = up or (m > 0 and now >= limit)
+                    drops = up and m < micro - 1
                 else:
+                    drops = now + times[i, s, m] >= limit
+                    up = up or drops
+                if drops or (up and not last):
                     dropped += 1
+                else:
+                    now += times[i, s, m]
+            latest = max(latest, now)
         share = dropped / (islands * micro)
-        saved = (longest[s] - last) / (longest[s] + overhead)
+        saved = (longest[s] - latest) / (longest[s] + overhead)
         shares.append(share)
         gains.append((1 - share) / (1 - saved) - 1)
     return sum(shares) / steps, sum(gains) / steps
 
 
-def best(times: np.ndarray, wall: float) -> tuple[float, float, float]:
+def best(times: np.ndarray, wall: float, last: bool = True) -> tuple[float, float, float]:
     """The limit with the largest gain, its share of dropped micro-batches, and its gain."""
-    tried = [(limit, *gain(times, wall, limit)) for limit in limits(times)]
+    tried = [(limit, *gain(times, wall, limit, last)) for limit in limits(times, last)]
     return max(tried, key=lambda each: each[2])
