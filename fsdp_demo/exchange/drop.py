@@ -217,8 +217,8 @@ def best_limit(
 def _taken(times: Sequence[float], limit: float, last: bool) -> tuple[int, float]:
     """How many micro-batches of a step are taken, and their seconds."""
     ends = [*accumulate(times)]
-    if last:  # the second to the last but one begin where the one before ends
-        n = 1 + sum(end < limit for end in ends[:-2])
-        return n + 1, ends[n - 1] + times[-1]
     n = sum(end < limit for end in ends)
-    return n, ends[n - 1] if n else 0.0
+    if not last:
+        return n, ends[n - 1] if n else 0.0
+    n = min(n, len(ends) - 2)  # behind the first one; the last one follows
+    return n + 2, ends[n] + times[-1]

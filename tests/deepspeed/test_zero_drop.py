@@ -10,6 +10,7 @@ from torch import nn
 
 from fsdp_demo.exchange import drop
 
+from ..support import trainer_script as script
 from ..support import zero
 from ..support.inside import in_ranks
 
@@ -57,3 +58,35 @@ def test_zero_drop_step_on_what_was_taken(me: Any, stage: str, divisor: str) -> 
     for a, b in zip(zero.whole(engine).values(), want, strict=True):
         torch.testing.assert_close(a, b)
     exchange.detach()
+
+
+@in_ranks(2, 2, timeout=120)
+def test_zero_drop_trainer_as_without_an_engine(me: Any) -> None:
+    """Under the Trainer an engine trains what DDP trains, with micro-batches left out: the same
+    parameters, losses and tokens."""
+    now, found = [0.0], []
+    drop.clock = lambda: now[0]
+
+    def forward(*_: Any) -> None:
+        now[0] += 1.0 if me.island else 0.1
+
+    for engine in ({}, {"deepspeed": zero.for_trainer("zero2")}):
+        line = script.one_line("diloco", period=2, drop={"limit": 2.5, "divisor": "exact"})
+        plan = {"gradient_accumulation_steps": 5, "max_steps": 2, "logging_steps": 1, **engine}
+        with zero.another_run():
+            made = script.trainer(
+                me.folder / f"out{len(found)}",
+                line,
+                rows=160,
+                eval_strategy="no",
+                max_grad_norm=1.0,
+                **plan,
+            )
+            made.model.register_forward_hook(forward)
+            made.train()
+        exchange = script.exchange_of(made)
+        losses = [row["loss"] for row in made.state.log_history if "loss" in row]
+        found.append((script.parameters(made), torch.tensor([*losses, exchange.tokens])))
+        assert exchange.drop.dropped == 2 * me.island
+    for plain, engine in zip(*found, strict=True):
+        torch.testing.assert_close(plain, engine, rtol=1e-3, atol=1e-4)

@@ -55,7 +55,7 @@ class Session(TrainerCallback):
         self._loss: Any = 0.0
         self._numbers: dict[str, float] = {}
         self._steps_in_epoch, self._weighed = 0, -1
-        self._drops, self._micro = exchange.config.drop is not None, 0
+        self._drops, self._micro, self._left = exchange.config.drop is not None, 0, 0.0
         self._taken: list[Any] = []  # micro-batches of the step under way
         self._pace: VotePace | None = None  # of an evaluation that can be left
         if self._engine_steps:
@@ -110,12 +110,11 @@ class Session(TrainerCallback):
         """Add a micro-batch's loss, before the engine steps."""
         self._loss = self._loss + loss
         if last:
-            self._complete()
+            self._make_up()
             self._note()
 
-    def _complete(self) -> None:
-        """At the last micro-batch, make up for those that were dropped: the loss of the step is the
-        mean over what was taken."""
+    def _make_up(self) -> None:
+        """Make the loss of the step the mean over those micro-batches that were taken."""
         self._left = (self.exchange.drop.ratio - 1.0) * self._loss
         self._loss = self._loss + self._left
 
@@ -281,24 +280,22 @@ class Session(TrainerCallback):
         items = next(iter(args), kwargs.get("num_items_in_batch"))
         if self._drops and self._left_out(exchange, inputs, items):
             return torch.zeros((), device=self._trainer.args.device)
-        weighs = self._weight(inputs, None if self._drops else items)
-        exchange.report(tokens=tokens_in(inputs), weight=weighs)
+        weight = self._weight(inputs, None if self._drops else items)
+        exchange.report(tokens=tokens_in(inputs), weight=weight)
         loss = original(model, inputs, *args, **kwargs)
         if not self._engine_steps and isinstance(loss, torch.Tensor):
             self._loss = self._loss + loss.detach()
-        if not self._drops or self._micro:
-            return loss
-        if not self._engine_steps:
-            self._complete()
-            exchange.drop.scale()  # ahead of the Trainer's clipping
-        return loss + self._left
+            if self._drops and not self._micro:
+                self._make_up()
+                exchange.drop.scale()  # ahead of the Trainer's clipping
+        return loss + self._left if self._drops else loss
 
     def _left_out(self, exchange: Exchange, inputs: Any, items: Any) -> bool:
-        """Whether a micro-batch is dropped. Where the Trainer divides by `items`, those of the step
-        in all, the exact divisor are those of the micro-batches taken."""
+        """Whether a micro-batch is dropped. Of the `items` of a step, by which the Trainer divides,
+        those of the micro-batches taken are the exact divisor."""
         trainer: Any = self._trainer
-        of = trainer.current_gradient_accumulation_steps
-        micro, self._micro = self._micro, (self._micro + 1) % of
+        of, micro = trainer.current_gradient_accumulation_steps, self._micro
+        self._micro, self._left = (micro + 1) % of, 0.0
         if exchange.time_is_up(micro, of):
             return True
         self._taken = [*self._taken, inputs] if micro else [inputs]
