@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_demo
 from fsdp_demo import preset
-from fsdp_demo.exchange import drop
+from fsdp_demo.exchange import drop, replay, run_specification
+from fsdp_demo.peers import join_messages as join
 
 from ..oracles import drop as oracle
 from ..support.heard import heard
@@ -186,6 +187,19 @@ def test_drop_newcomer_knows_the_limit(run_ranks: Any) -> None:
     assert len({limit for limit, _ in found}) == 1 and found[0][0] < 100
 
 
+def test_drop_repeated_step_brings_the_limit() -> None:
+    """A newcomer takes the limit with the step that it repeats, as the donor sends it."""
+    _, exchange = attached(net(), drop={"limit": "auto"})
+    runtime = exchange._runtime
+    rates = run_specification.read_rates(exchange.host)
+    tick = join.from_bytes(join.to_bytes(join.Tick(0, rates, 2.5)), join.Tick, "a step", ValueError)
+    assert exchange.drop.limit == float("inf")
+    with exchange.paused():
+        replay._take(runtime, tick)
+    assert exchange.drop.limit == exchange.drop.chosen == 2.5 and exchange.step == 1
+    exchange.detach()
+
+
 def test_drop_off_costs_nothing_and_changes_nothing() -> None:
     """Without the key nothing is ever dropped, counted or saved."""
     optimizer, exchange = attached(net())
@@ -218,8 +232,9 @@ def test_drop_wrong_uses_refused() -> None:
     exchange.detach()
 
 
-def test_drop_says_a_limit_without_sense() -> None:
+def test_drop_says_a_limit_without_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit shorter than one micro-batch is said once, and a loop that does not ask."""
+    monkeypatch.setattr(drop, "clock", drop.clock)  # is put back
     for micro, word in ((4, "shorter than one micro-batch"), (2, "nothing can be dropped")):
         said, clock = heard(), Clock()
         optimizer, exchange = attached(net(), drop={"limit": 1.0})

@@ -6,7 +6,9 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+import fsdp_demo
 from fsdp_demo.exchange import drop
+from fsdp_demo.integrations.accelerate import accelerator
 
 from ..support import trainer_script as script
 from ..support.inside import in_ranks
@@ -96,3 +98,25 @@ def test_trainer_drop_refuses_short_accumulation(tmp_path):
         lambda: script.trainer(tmp_path, line),
         "gradient_accumulation_steps=1", "set 3 or more",
     )  # fmt: skip
+
+
+def test_accelerate_drop_inside_accumulate(monkeypatch):
+    """A loop of Accelerate asks within `accumulate`: it steps at the last micro-batch."""
+    now, taken = [0.0], []
+    monkeypatch.setattr(drop, "clock", lambda: now[0])
+    acc = accelerator(cpu=True, gradient_accumulation_steps=N)
+    model = acc.prepare(torch.nn.Linear(4, 4))
+    optimizer = acc.prepare(torch.optim.AdamW(model.parameters()))
+    line = {"model": model, "drop": {"limit": 2.5}}
+    exchange = fsdp_demo.attach(optimizer, "diloco", **line)
+    for i in range(2 * N):
+        with acc.accumulate(model):
+            if exchange.time_is_up(i % N, N):
+                continue
+            acc.backward(model(torch.ones(2, 4)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            now[0] += 1.0
+            taken.append((exchange.step, i % N))
+    assert taken == [(0, 0), (0, 1), (0, 2), (1, N - 1), (1, 0), (1, 1), (1, 2), (2, N - 1)]
+    exchange.finish()
