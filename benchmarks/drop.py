@@ -3,8 +3,8 @@
     fsdp-demo rehearse --islands 4 --procs 1 --cpu -- benchmarks/drop.py --json outputs/drop.json
 
 Each micro-batch of each island takes `--base` seconds and a log-normal delay (sigma 1) whose mean
-is half of that, as in the paper's simulation (arXiv 2306.10598): computing is real, the rest is
-slept. With "slow" island 0 takes 1.5 times as long, too. Every cell trains `tiny` for so many
+is half of that, as in the paper's simulation (arXiv 2306.10598): computing is real, the rest of
+that time is slept. With "slow" island 0 takes 1.5 times as long, too. Every cell trains `tiny` for so many
 steps; its held-out loss is read off along the way, outside the time. Loss at equal time is that at
 the time that the quickest cell needs, loss at equal tokens that at the tokens of the one that drops
 most; both between two readings, on a straight line. Two exact cells: islands weigh alike, or by
@@ -72,12 +72,13 @@ class Island:
         self.args, self.rows, self.held_out = args, *data
         self.base = args.base * (1.5 if slow and island == 0 else 1.0)
 
-    def micro_batch(self, delay: float) -> None:
-        """One micro-batch, which takes `delay` and its computing as long as it has to."""
+    def micro_batch(self, seconds: float) -> None:
+        """One micro-batch, which takes so long, or as long as its computing has to."""
+        ends = time.perf_counter() + seconds
         ids = self.rows[torch.randint(len(self.rows), (ROWS,), generator=self.draw)]
         (loss_of(self.model, ids) / self.args.micro).backward()
         self.exchange.report(tokens=ids.numel())
-        time.sleep(delay)
+        time.sleep(max(0.0, ends - time.perf_counter()))
 
     def step(self) -> float:
         """One step, and its seconds."""
@@ -148,10 +149,10 @@ def rows_of(cells: dict[str, Any]) -> list[list[str]]:
 def main() -> None:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--exchange", default="full", help="a preset")
-    parser.add_argument("--steps", type=int, default=88)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int, default=8, help="steps from a reading to the next")
     parser.add_argument("--micro", type=int, default=10, help="micro-batches of a step")
-    parser.add_argument("--base", type=float, default=0.05, help="seconds of one at least")
+    parser.add_argument("--base", type=float, default=0.1, help="seconds of one at least")
     parser.add_argument("--limit", type=lambda t: t if t == "auto" else float(t), default="auto")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seeds", type=int, default=2)

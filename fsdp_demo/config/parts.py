@@ -307,9 +307,14 @@ class Drop:
 
     Attributes:
         limit: seconds from the begin of a step's first micro-batch; "auto": chosen from recorded
-            times of all islands, as the authors' released code does.
+            times of all islands, by the rule of the authors' released code.
         divisor: "published": the loss keeps its divisor, so a step with dropped micro-batches has a
             smaller gradient; "exact": the gradient is the mean over what was taken.
+
+    Example:
+        >>> from fsdp_demo import preset
+        >>> preset("demo", drop={"limit": 2.5}).drop.divisor
+        'published'
     """
 
     limit: float | Literal["auto"] = "auto"

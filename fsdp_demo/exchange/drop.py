@@ -16,6 +16,8 @@ import time
 from collections.abc import Sequence
 from itertools import accumulate
 
+import torch
+
 from ..compression.windows import synchronize
 from ..config.parts import Drop
 from ..elastic.agreement import gather_json
@@ -111,6 +113,7 @@ class DropCompute:
         """The factor by which gradients are still to be scaled; 1 under the published divisor."""
         return self.ratio if self.settings and self.settings.divisor == "exact" else 1.0
 
+    @torch.no_grad()
     def scale(self) -> None:
         """Under `exact` scale the gradients now, not in the optimizer's step: for a loop that clips
         them itself. A second call in one step does nothing."""
@@ -122,8 +125,6 @@ class DropCompute:
 
     def close(self, skipping: bool) -> None:
         """Ahead of the optimizer's step, taken or not: end the step's micro-batches."""
-        if self.settings is None:
-            return
         if self._records and 0 < self._asked == self._of:
             self._mark()
         self.scale()

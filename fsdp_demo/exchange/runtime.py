@@ -131,7 +131,7 @@ class StepRuntime:
         self.queue = queue
         self.work_with(config, bound)
         drop = self.drop = DropCompute(config.drop, topology, host, queue)
-        reads = lambda: self.needs_gradients or drop.factor != 1.0  # noqa: E731
+        reads = lambda: self.needs_gradients or self._scales  # noqa: E731
         calls = TickCalls(self.before, self.after, self.skip, reads, lambda: drop.factor)
         self.hooks = host.hooks(calls)
         copies = Copies(host, self.island)
@@ -194,6 +194,11 @@ class StepRuntime:
         return self.config.needs_gradients or self._watches_gradients
 
     @property
+    def _scales(self) -> bool:
+        """Whether gradients are scaled in this step, since micro-batches were dropped."""
+        return self.config.drop is not None and self.drop.factor != 1.0
+
+    @property
     def peers(self) -> PeerGroup | None:
         """The ranks with the same shard on other islands; None without any, or when closed."""
         return self.connections.peers
@@ -241,7 +246,7 @@ class StepRuntime:
         self.stepped = True
         self.rewritten.compare(self.hooks.aside)
         self.host.assert_unchanged()
-        with torch.no_grad():
+        if self.config.drop is not None:
             self.drop.close(self.status.skipping)
         self.status.begin()
         if (feed := self.donor_feed) is not None and feed.follows:
@@ -302,7 +307,7 @@ class StepRuntime:
             self.status.end_step()
         for c in self.channels:
             c.enter(self.step)
-        if self.since <= self.step:  # else it repeats the steps of others
+        if self.config.drop is not None and self.since <= self.step:  # else it repeats others'
             self.drop.choose(self.step)
         now = time.monotonic()
         self.seconds, self._ended_at = now - self._ended_at, now

@@ -115,8 +115,9 @@ class Session(TrainerCallback):
 
     def _make_up(self) -> None:
         """Make the loss of the step the mean over those micro-batches that were taken."""
-        self._left = (self.exchange.drop.ratio - 1.0) * self._loss
-        self._loss = self._loss + self._left
+        if (ratio := self.exchange.drop.ratio) != 1.0:
+            self._left = (ratio - 1.0) * self._loss
+            self._loss = self._loss + self._left
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """After the exchange of this step: compare clocks, take part in a stop, gather numbers for
