@@ -3,12 +3,16 @@
     fsdp-demo rehearse --islands 4 --procs 1 --cpu -- benchmarks/drop.py --json outputs/drop.json
 
 Each micro-batch of each island takes `--base` seconds and a log-normal delay (sigma 1) whose mean
-is half of that, as in the paper's simulation (arXiv 2306.10598): computing is real, the rest of
-that time is slept. With "slow" island 0 takes 1.5 times as long, too. Every cell trains `tiny` for so many
-steps; its held-out loss is read off along the way, outside the time. Loss at equal time is that at
-the time that the quickest cell needs, loss at equal tokens that at the tokens of the one that drops
-most; both between two readings, on a straight line. Two exact cells: islands weigh alike, or by
-their tokens. The first steps, in which "auto" drops nothing yet, count for the losses alone.
+is half of that, as in the paper's simulation (arXiv 2306.10598): what computing leaves of it is
+slept. With `--drawn` nothing is slept, and all clocks go by the drawn seconds, for a machine that
+has other work: computing, dropping and exchanges are as real. With "slow" island 0 takes 1.5 times
+as long, too.
+
+Every cell trains `tiny` for so many steps; its held-out loss is read off along the way, outside the
+time. Loss at equal time is that at the time that the quickest cell needs, loss at equal tokens that
+at the tokens of the one that drops most; both between two readings, on a straight line. Two exact
+cells: islands weigh alike, or by their tokens. The first steps, in which "auto" drops nothing yet,
+count for the losses alone.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from report import table  # noqa: E402
 
 import fsdp_demo  # noqa: E402
 from benchmarks.common import Parser, facts  # noqa: E402
-from fsdp_demo.exchange.drop import RECORDED  # noqa: E402
+from fsdp_demo.exchange import drop as dropping  # noqa: E402
 
 LENGTH, ROWS = 64, 1
 CELLS: dict[str, dict[str, Any]] = {
@@ -58,12 +62,18 @@ def loss_of(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
 class Island:
     """One cell on this island."""
 
+    clock = staticmethod(time.perf_counter)
+
     def __init__(self, args: Any, name: str, seed: int, slow: bool, data: Any):
         config = AutoConfig.from_pretrained(ROOT / "recipes" / "models" / "tiny.json")
         torch.manual_seed(seed)
         self.model = AutoModelForCausalLM.from_config(config)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr)
         drop = {"drop.limit": args.limit, **CELLS[name]} if CELLS[name] else {}
+        self.now = 0.0  # of the drawn seconds
+        if args.drawn:
+            dropping.clock = self.clock = lambda: self.now
+            self.optimizer.register_step_post_hook(self.wait)  # ahead of the exchange's
         how = {"model": self.model, "inner_optimizers": "as_is", **drop}
         self.exchange = fsdp_demo.attach(self.optimizer, args.exchange, **how)
         island = self.exchange.topology.island
@@ -74,21 +84,25 @@ class Island:
 
     def micro_batch(self, seconds: float) -> None:
         """One micro-batch, which takes so long, or as long as its computing has to."""
-        ends = time.perf_counter() + seconds
+        ends, self.now = time.perf_counter() + seconds, self.now + seconds
         ids = self.rows[torch.randint(len(self.rows), (ROWS,), generator=self.draw)]
         (loss_of(self.model, ids) / self.args.micro).backward()
         self.exchange.report(tokens=ids.numel())
-        time.sleep(max(0.0, ends - time.perf_counter()))
+        time.sleep(0.0 if self.args.drawn else max(0.0, ends - time.perf_counter()))
+
+    def wait(self, *_: Any) -> None:
+        """Drawn seconds go on to those of the last island: each waits for its message."""
+        self.now = self.exchange.across_islands.largest([self.now])[0]
 
     def step(self) -> float:
         """One step, and its seconds."""
-        normal, began = torch.randn(self.args.micro, generator=self.delays), time.perf_counter()
+        normal, began = torch.randn(self.args.micro, generator=self.delays), self.clock()
         for micro, each in enumerate((normal - 0.5).exp()):  # log-normal of mean 1
             if not self.exchange.time_is_up(micro, self.args.micro):
                 self.micro_batch(self.base * (1 + 0.5 * float(each)))
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return time.perf_counter() - began
+        return self.clock() - began
 
     @torch.no_grad()
     def reading(self, seconds: float) -> tuple[float, int, float]:
@@ -102,7 +116,8 @@ class Island:
         seconds, curve = 0.0, [self.reading(0.0)]
         while self.exchange.step < self.args.steps:
             seconds += self.step()
-            if self.exchange.step % self.args.every == 0 or self.exchange.step == self.first:
+            done = self.exchange.step in (self.first, self.args.steps)
+            if done or self.exchange.step % self.args.every == 0:
                 curve.append(self.reading(seconds))
                 if self.exchange.step == self.first:
                     start = curve[-1]
@@ -116,7 +131,7 @@ class Island:
     @property
     def first(self) -> int:
         """The steps in which nothing is dropped."""
-        return RECORDED if self.args.limit == "auto" else 1
+        return dropping.RECORDED if self.args.limit == "auto" else 1
 
 
 def at(curve: list[Any], axis: int, value: float) -> float:
@@ -153,6 +168,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=8, help="steps from a reading to the next")
     parser.add_argument("--micro", type=int, default=10, help="micro-batches of a step")
     parser.add_argument("--base", type=float, default=0.1, help="seconds of one at least")
+    parser.add_argument("--drawn", action="store_true", help="go by the drawn seconds")
     parser.add_argument("--limit", type=lambda t: t if t == "auto" else float(t), default="auto")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seeds", type=int, default=2)
@@ -170,7 +186,7 @@ def main() -> None:
         print(facts(args, ())["machine"])
         print(table([[*head, "loss at equal time", "at equal tokens"], *body]))
         if args.json is not None:
-            names = ("exchange", "steps", "micro", "base", "lr")
+            names = ("exchange", "steps", "micro", "base", "lr", "drawn")
             kept = {**facts(args, names), "rows": found}
             args.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
