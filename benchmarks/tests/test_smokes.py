@@ -75,9 +75,10 @@ SMOKES = [
     Smoke("decode.py", f"{LAYER} --replicas 2 32", (figures("32", 3),)),
     Smoke(
         "drop.py",
-        "--steps 4 --every 2 --micro 4 --base 0.005 --limit 0.02 --seeds 1",
+        "--drawn --steps 4 --every 2 --micro 4 --limit 0.2 --seeds 1",
         ("loss at equal time", figures("alike +0 +published", 6), figures("one slow +0 +exact", 6)),
         (2, 1),
+        slow=True,
     ),
     Smoke(
         "idle.py",
