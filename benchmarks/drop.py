@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
@@ -44,6 +43,9 @@ CELLS: dict[str, dict[str, Any]] = {
     "exact": {"drop.divisor": "exact"},
     "exact, by tokens": {"drop.divisor": "exact", "reducer.weight": "tokens"},
 }
+
+HEAD = ["islands", "seed", "divisor", "limit, s", "dropped, %", "tokens/s", "ratio"]
+HEAD += ["loss at equal time", "at equal tokens"]
 
 
 def text() -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,6 +67,8 @@ class Island:
     clock = staticmethod(time.perf_counter)
 
     def __init__(self, args: Any, name: str, seed: int, slow: bool, data: Any):
+        from transformers import AutoConfig, AutoModelForCausalLM
+
         config = AutoConfig.from_pretrained(ROOT / "recipes" / "models" / "tiny.json")
         torch.manual_seed(seed)
         self.model = AutoModelForCausalLM.from_config(config)
@@ -79,7 +83,7 @@ class Island:
         island = self.exchange.topology.island
         self.draw = torch.Generator().manual_seed(1000 * seed + island)
         self.delays = torch.Generator().manual_seed(2000 * seed + island)
-        self.args, self.rows, self.held_out = args, *data
+        self.name, self.args, self.rows, self.held_out = name, args, *data
         self.base = args.base * (1.5 if slow and island == 0 else 1.0)
 
     def micro_batch(self, seconds: float) -> None:
@@ -123,7 +127,8 @@ class Island:
                     start = curve[-1]
         asked = (self.args.steps - self.first) * self.args.micro
         dropped = self.exchange.across_islands.mean([self.exchange.drop.dropped / asked])[0]
-        found = {"curve": curve, "dropped": dropped, "limit": self.exchange.drop.limit}
+        limit = self.exchange.drop.limit if CELLS[self.name] else None
+        found = {"curve": curve, "dropped": dropped, "limit": limit}
         self.exchange.finish()
         spent, made, _ = (b - a for a, b in zip(start, curve[-1], strict=True))
         return {**found, "tokens/s": made / spent}
@@ -150,7 +155,7 @@ def rows_of(cells: dict[str, Any]) -> list[list[str]]:
     return [
         [
             name,
-            f"{cell['limit']:.3g}" if name != "none" else "",
+            "" if cell["limit"] is None else f"{cell['limit']:.2f}",
             f"{100 * cell['dropped']:.1f}",
             f"{cell['tokens/s']:,.0f}",
             f"{cell['tokens/s'] / plain:.3f}",
@@ -182,9 +187,8 @@ def main() -> None:
         found.append({"islands": kind, "seed": seed, "cells": cells})
         body += [[kind, str(seed), *row] for row in rows_of(cells)]
     if fsdp_demo.Topology.from_env().island == 0:
-        head = ["islands", "seed", "divisor", "limit, s", "dropped, %", "tokens/s", "ratio"]
         print(facts(args, ())["machine"])
-        print(table([[*head, "loss at equal time", "at equal tokens"], *body]))
+        print(table([HEAD, *body]))
         if args.json is not None:
             names = ("exchange", "steps", "micro", "base", "lr", "drawn")
             kept = {**facts(args, names), "rows": found}
