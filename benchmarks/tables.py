@@ -47,6 +47,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "codec": costs.codec,
     "codec-stages": costs.codec_stages,
     "scale": costs.scale,
+    "drop": costs.drop,
     "idle": costs.idle,
     "doctor": links.doctor,
     "peers": links.peers,

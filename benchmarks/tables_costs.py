@@ -112,6 +112,17 @@ def scale() -> Rows:
     return rows
 
 
+def drop() -> Rows:
+    """DropCompute, as `benchmarks/drop.py --json` wrote it."""
+    from benchmarks import drop as program
+
+    rows = [program.HEAD]
+    for kind in load("drop.json")["rows"]:
+        facts = [kind["islands"], str(kind["seed"])]
+        rows += [[*facts, *row] for row in program.rows_of(kind["cells"])]
+    return rows
+
+
 def idle() -> Rows:
     """A step in which no channel acts: microseconds in the exchange, by ranks and tensors."""
     found = load("idle.json")

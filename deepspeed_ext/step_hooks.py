@@ -76,6 +76,10 @@ class EngineStepHooks(StepHooks):
             engine.lr_scheduler.step(**(self._skipped or {}))
         self._run_after()
 
+    def leave_out(self) -> None:
+        """Count a micro-batch that is left out; Accelerate sets the boundary by itself."""
+        self._engine.micro_steps += self._engine._is_gradient_accumulation_boundary is None
+
     def _inner(self) -> None:
         self.aside = self.aside or bool(self._off)
         if not self._off:
@@ -86,7 +90,7 @@ class EngineStepHooks(StepHooks):
         self._refuse()
         engine, steps = self._engine, self._engine.global_steps
         if not self._off:  # a checkpoint that DeepSpeed has loaded may have brought another norm
-            self._partitions.zero.clip_grad = self._clip
+            self._partitions.zero.clip_grad = self._clip / self._factor()
         try:
             result = self._step(*args, **kwargs)
         except BaseException:  # the micro-batch is over, and so is its gradient

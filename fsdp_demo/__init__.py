@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     from .config.channel import Channel, Phase
     from .config.load import load_config, preset
     from .config.methods import presets
-    from .config.parts import Accumulator, Applier, Codec, Fragments, Reducer, SyncSchedule
+    from .config.parts import (
+        Accumulator,
+        Applier,
+        Codec,
+        Drop,
+        Fragments,
+        Reducer,
+        SyncSchedule,
+    )
     from .config.schema import ExchangeConfig
     from .errors import Mismatch, NeedsDecision, NotFinite, PeerLost, Stopped, WireError
     from .exchange.exchange import Exchange
@@ -31,6 +39,7 @@ __all__ = [
     "Applier",
     "Channel",
     "Codec",
+    "Drop",
     "Exchange",
     "ExchangeConfig",
     "Fragments",
@@ -67,7 +76,9 @@ _HOMES = {
     "rendezvous.topology": ("Topology",),
     "config.channel": ("Channel", "Phase"),
     "config.load": ("load_config", "preset"),
-    "config.parts": ("Accumulator", "Applier", "Codec", "Fragments", "Reducer", "SyncSchedule"),
+    "config.parts": (
+        *("Accumulator", "Applier", "Codec", "Drop", "Fragments", "Reducer", "SyncSchedule"),
+    ),
     "config.methods": ("presets",),
     "config.schema": ("ExchangeConfig",),
     "errors": ("Mismatch", "NeedsDecision", "NotFinite", "PeerLost", "Stopped", "WireError"),

@@ -34,6 +34,7 @@ PLACE = {
         "compression": "published formats codec codec-stages positions scale",
         "step": "step idle zero-times zero-memory memory",
         "links": "slow-link peers",
+        "unlike-machines": "drop",
         "faults": "storm storm-kinds",
         "study": "study-main study-choice study-forms study-front study-claims study-evidence",
         "study-momentum": "study-memory study-memory-larger study-transform"

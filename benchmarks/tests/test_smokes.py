@@ -74,6 +74,13 @@ SMOKES = [
     Smoke("come_back.py", "--kill 0 --steps 1 --out FOLDER", (f"'cpu': {FIGURE}",), (2, 1)),
     Smoke("decode.py", f"{LAYER} --replicas 2 32", (figures("32", 3),)),
     Smoke(
+        "drop.py",
+        "--drawn --steps 4 --every 2 --micro 4 --limit 0.2 --seeds 1",
+        ("loss at equal time", figures("alike +0 +published", 6), figures("one slow +0 +exact", 6)),
+        (2, 1),
+        slow=True,
+    ),
+    Smoke(
         "idle.py",
         "--steps 1 --tensors 10",
         ("tensors +median, us", figures("1 +10", 2), figures("2 +100", 2)),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from figure_cells import Rows
 
@@ -27,9 +27,11 @@ CLASSES: dict[str, tuple[Any, str]] = {  # table: the class, and what its keys b
     "keys-applier": (parts.Applier, "applier."),
     "keys-fragments": (parts.Fragments, "fragments."),
     "keys-later": (channel.Phase, "later."),
+    "keys-drop": (parts.Drop, "drop."),
 }
 ALLOWED = {  # where it depends on another key, or a value alone makes no instance
     "schedule.offset": "`0 <= offset < sync_every`",
+    "drop.limit": "`limit > 0`, or `auto`",
     "later.begin": "`0 < begin < 1`, or a whole number `begin >= 1`",
     "later.feedback": ", ".join(f"`{word}`" for word in channel.FEEDBACKS),
 }
@@ -72,6 +74,8 @@ def _without_none(hint: Any) -> Any:
 def _type(hint: Any) -> str:
     """A type in the words of yaml."""
     inner = _without_none(hint)
+    if any(get_origin(each) is Literal for each in get_args(inner)):
+        return f"{_type(get_args(inner)[0])}, or a word"
     if get_origin(inner) is tuple:
         kind = "list of " + ("texts" if get_args(inner)[0] is str else "mappings")
     elif dataclasses.is_dataclass(inner):

@@ -10,7 +10,7 @@ import difflib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -76,6 +76,9 @@ def set_path(data: dict[str, Any], top: Sequence[str], path: str, value: Any) ->
     if head in top and not rest:
         names = head in ("inner_optimizers", "own_tensors")
         data[head] = [value] if names and isinstance(value, str) else value
+        return
+    if head == "drop" and head not in by_name:
+        data[head] = {**(data[head] or {}), rest: value}
         return
     for target in targets:
         *parents, leaf = within.split(".")
@@ -184,6 +187,9 @@ def typed(hint: Any, value: Any, where: str, more: str = "") -> Any:
     if type(None) in args:
         inner = next(a for a in args if a is not type(None))
         return None if value is None else typed(inner, value, where, ", or null")
+    words = [w for a in args if get_origin(a) is Literal for w in get_args(a)]
+    if words:  # a number, or a word in its place
+        return value if value in words else typed(args[0], value, where, f", or {words[0]}")
     if get_origin(hint) is dict:
         if not isinstance(value, Mapping):
             raise ValueError(f"{where}={value!r} must be a mapping, as in {{exp_avg: 3}}")

@@ -6,7 +6,9 @@ A wrong value is refused when it is read, with the field, the value found and wh
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
 from .names import APPLIERS, FORMATS, SELECTIONS, TRANSFORMS, Acts, Format, Selection
 from .parsing import in_range, one_of
@@ -22,6 +24,7 @@ MEANS_OVER = ("replicas", "senders")
 WEIGHTS = ("equal", "tokens")
 REDUCER_CLIPS = ("none", "median_norm")
 ORDERS = ("strided", "sequential")
+DIVISORS = ("published", "exact")
 
 
 @dataclass(frozen=True)
@@ -295,3 +298,31 @@ class Fragments:
     def __post_init__(self) -> None:
         in_range("fragments.layers", self.layers, 1)
         one_of("fragments.order", self.order, ORDERS)
+
+
+@dataclass(frozen=True)
+class Drop:
+    """DropCompute (arXiv 2306.10598): a time limit for the micro-batches of a step. Past it the
+    rest is dropped, but for the last one (`exchange/drop.py`).
+
+    Attributes:
+        limit: seconds from the begin of a step's first micro-batch; "auto": chosen from recorded
+            times of all islands, by the rule of the authors' released code.
+        divisor: "published": the loss keeps its divisor, so a step with dropped micro-batches has a
+            smaller gradient; "exact": the gradient is the mean over what was taken.
+
+    Example:
+        >>> from fsdp_demo import preset
+        >>> preset("demo", drop={"limit": 2.5}).drop.divisor
+        'published'
+    """
+
+    limit: float | Literal["auto"] = "auto"
+    divisor: str = "published"
+
+    def __post_init__(self) -> None:
+        if self.limit != "auto" and not 0 < self.limit < math.inf:
+            raise ValueError(
+                f"drop.limit={self.limit} is out of range: allowed is limit > 0, or auto"
+            )
+        one_of("drop.divisor", self.divisor, DIVISORS)

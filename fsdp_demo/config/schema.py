@@ -22,7 +22,7 @@ from . import rules
 from .channel import Channel, Phase
 from .local_steps import BY_SPEED, EQUAL, LOCAL_STEPS, by_speed_problem
 from .parsing import build, in_range, nearest, one_of, read_yaml, set_path, typed
-from .parts import BLOCK
+from .parts import BLOCK, Drop
 
 CLIP_SCOPES = ("replica", "islands")
 
@@ -62,6 +62,7 @@ class ExchangeConfig:
         local_steps: "equal": all islands take the same steps; "by_speed": in a round each takes as
             many as its speed allows (docs/unlike-machines.md). It sets `reducer.weight` to tokens,
             and `reducer.clip`, which compares norms of equally many steps, to none.
+        drop: a time limit for the micro-batches of a step; null: none.
 
     Example:
         >>> from fsdp_demo import ExchangeConfig, preset
@@ -82,6 +83,7 @@ class ExchangeConfig:
     norm_limit: float | None = NORM_LIMIT
     own_tensors: tuple[str, ...] = ()
     local_steps: str = EQUAL
+    drop: Drop | None = None
 
     def __post_init__(self) -> None:
         for c in self.channels:
@@ -104,6 +106,12 @@ class ExchangeConfig:
             raise ValueError(
                 "inner_optimizers=() names no optimizer: name those the method is defined for, or "
                 "'any'"
+            )
+        twice = self.drop is not None and self.drop.divisor == "published"
+        if twice and any(c.reducer.weight == "tokens" for c in self.channels):
+            raise ValueError(
+                "drop.divisor='published' with reducer.weight='tokens' counts what an island drops "
+                "twice, in its gradient and in its weight: take drop.divisor=exact, or weight=equal"
             )
         self._check_channels([c.name for c in self.channels])
         if self.by_speed and (problem := by_speed_problem(self.channels, self.clips_together)):

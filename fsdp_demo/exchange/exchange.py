@@ -256,6 +256,20 @@ class Exchange(Readings):
         without NaN; tensors are read only then."""
         self._runtime.status.add(tokens, loss, weight)
 
+    @collective("time_is_up()")
+    def time_is_up(self, micro: int, of: int) -> bool:
+        """Whether to leave out micro-batch `micro`, from 0, of the `of` of this step, since the
+        time of `drop.limit` is over (DropCompute, arXiv 2306.10598). Call it ahead of each, on all
+        ranks of the island, which get the same answer; never true for the first and the last one.
+
+        Raises:
+            ValueError: it was not called for the micro-batch before.
+        """
+        up = self._runtime.drop.time_is_up(micro, of)
+        if up:
+            self._hooks.leave_out()
+        return up
+
     def watch_gradients(self) -> None:
         """Check the gradients of every step, also where the exchange neither clips nor sends them:
         if they hold NaN or Inf the inner optimizer takes no step, and its moments stay finite. The

@@ -21,6 +21,7 @@ from ..rendezvous.island import IslandGroup
 from ..rendezvous.sibling_watch import collective
 from ..rendezvous.topology import Topology
 from . import summary
+from .drop import DropCompute
 from .leaving import next_due
 from .ledger import ExchangeRecord, LedgerPage
 from .runtime import StepRuntime
@@ -98,6 +99,11 @@ class Readings:
     def channels(self) -> list[ChannelRunner]:
         """The channels at work (`channel.ChannelRunner`)."""
         return self._runtime.channels
+
+    @property
+    def drop(self) -> DropCompute:
+        """The micro-batches of a step, their limit, and how many were dropped."""
+        return self._runtime.drop
 
     @property
     def step(self) -> int:
@@ -267,11 +273,13 @@ class Readings:
         return out | self._members()
 
     def _members(self) -> dict[str, int]:
-        """Where islands come and go: numbers of members, in all and last, and of changes."""
-        peers = self.peers
+        """Micro-batches dropped; where islands come and go: numbers of members, and of changes."""
+        peers, drop = self.peers, self.drop
+        dropped = {} if drop.settings is None else {"dropped": drop.dropped}
         if peers is None or peers.fixed:
-            return {}
-        return {"alive": len(peers.alive), "participating": peers.size, "epoch": peers.epoch}
+            return dropped
+        there = {"alive": len(peers.alive), "participating": peers.size, "epoch": peers.epoch}
+        return dropped | there
 
     def watch_energy(self, on: bool = True) -> None:
         """From the next exchange on, measure `kept_energy`. It costs a copy of the values that a

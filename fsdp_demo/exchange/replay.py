@@ -221,7 +221,7 @@ def _next(runtime: StepRuntime, following: Following | None) -> Tick | None:
         assert following is not None, "the first rank of an island has a peer group"
         planned = following.planned  # before the tick: one that comes between the two is taken
         tick = following.tick(0.0 if planned else SLICE)
-        return [planned, None if tick is None else [tick.step, tick.rates]]
+        return [planned, None if tick is None else [tick.step, tick.rates, tick.limit]]
 
     while True:
         planned, found = runtime.island.from_first(ask)
@@ -239,6 +239,7 @@ def _take(runtime: StepRuntime, tick: Tick) -> None:
             "this island again"
         )
     run_specification.write_rates(runtime.host, tick.rates)
+    runtime.drop.know(tick.limit)
     runtime.status.skipping = True
     try:
         if runtime.before_step:

@@ -33,6 +33,7 @@ def state(runtime: StepRuntime) -> ExchangeState:
         norms=queue.norms.state(),
         history=queue.history.note(),
         pace=runtime.pace.state(),
+        limit=runtime.drop.chosen,
         **runtime.status.state(),
     )
 
@@ -80,6 +81,7 @@ def load(runtime: StepRuntime, saved: ExchangeState) -> None:
     runtime.queue.history.load(saved.history)
     runtime.pace.load(saved.pace)
     runtime.status.load(saved, runtime.host.device)
+    runtime.drop.know(saved.limit)
 
 
 def forget(runtime: StepRuntime) -> None:
@@ -119,12 +121,14 @@ def agree(runtime: StepRuntime, donor: int) -> None:
     open_here = [[f.step, f.members, f.arrived is not None] for f in flights]
     note = queue.history.note()
     mine = {"step": runtime.step, "flights": open_here, "history": note, "tokens": counted}
+    mine["limit"] = runtime.drop.chosen
     everyone = gather_json(peers, mine) if peers is not None else []
     if everyone:
         queue.history.load(everyone[donor]["history"])
     lost, again = _to_send_again(flights, everyone)
-    heard = everyone[donor]["tokens"] if everyone else 0
-    dropped, tokens, *repeat = island.max(float(lost), heard, *map(float, again))
+    heard = [everyone[donor][key] for key in ("tokens", "limit")] if everyone else [0.0, 0.0]
+    dropped, tokens, limit, *repeat = island.max(float(lost), *heard, *map(float, again))
+    runtime.drop.know(limit)
     if not counted and island.rank == 0:
         status.settled = int(tokens)
     if dropped:

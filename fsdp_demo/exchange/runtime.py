@@ -46,6 +46,7 @@ from ..peers.votes import VotePace
 from ..rendezvous.sibling_watch import SiblingWatch, collective
 from ..rendezvous.topology import Topology
 from . import run_specification
+from .drop import DropCompute
 from .in_flight import InFlightQueue
 from .message import LocalStatus, mean_rate
 from .pace import Pace
@@ -94,6 +95,7 @@ class StepRuntime:
             buffers that act before the base step, and after it. gradients_only: all channels act
             before it.
         island: the other ranks of this replica. calls: the present collective of each of them.
+        drop: the micro-batches of a step and their limit.
         hooks: the engine's step hooks, which call `before`, `after` and `skip`.
         rewritten: the check for parameters written since an exchange.
         pace: the ticks that this replica leaves out, where islands take unlike steps.
@@ -130,7 +132,9 @@ class StepRuntime:
         self.connections, self.island = queue.connections, queue.connections.island
         self.queue = queue
         self.work_with(config, bound)
-        calls = TickCalls(self.before, self.after, self.skip, lambda: self.needs_gradients)
+        drop = self.drop = DropCompute(config.drop, topology, host, queue)
+        reads = lambda: self.needs_gradients or self._scales  # noqa: E731
+        calls = TickCalls(self.before, self.after, self.skip, reads, lambda: drop.factor)
         self.hooks = host.hooks(calls)
         copies = Copies(host, self.island)
         self._copies = copies if copies.pending else None
@@ -193,6 +197,11 @@ class StepRuntime:
         return self.config.needs_gradients or self._watches_gradients
 
     @property
+    def _scales(self) -> bool:
+        """Whether gradients are scaled in this step, since micro-batches were dropped."""
+        return self.config.drop is not None and self.drop.factor != 1.0
+
+    @property
     def peers(self) -> PeerGroup | None:
         """The ranks with the same shard on other islands; None without any, or when closed."""
         return self.connections.peers
@@ -240,6 +249,8 @@ class StepRuntime:
         self.stepped = True
         self.rewritten.compare(self.hooks.aside)
         self.host.assert_unchanged()
+        if self.config.drop is not None:
+            self.drop.close(self.status.skipping)
         self.status.begin()
         if (feed := self.donor_feed) is not None and feed.follows:
             self._rates = run_specification.read_rates(self.host)
@@ -321,6 +332,8 @@ class StepRuntime:
             self.status.end_step()
         for c in self.channels:
             c.enter(self.step)
+        if self.config.drop is not None and self.since <= self.step:  # else it repeats others'
+            self.drop.choose(self.step)
         now = time.monotonic()
         self.seconds, self._ended_at = now - self._ended_at, now
         self.pace.at_end(self.step, self.topology.rank == 0)
@@ -588,7 +601,7 @@ class StepRuntime:
     def _let_follow(self, asked: bool) -> None:
         """Send a joining island the rates of the ended step, and, if `asked`, the state."""
         if self._rates is not None and self.donor_feed is not None:
-            self.donor_feed.tick(Tick(self.step - 1, self._rates))
+            self.donor_feed.tick(Tick(self.step - 1, self._rates, self.drop.chosen))
         self._rates = None
         if asked:
             self._phases.hand_snapshot()

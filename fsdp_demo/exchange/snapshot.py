@@ -131,6 +131,7 @@ def give(
     runtime.pace.load(stand.pace)
     queue.watch.loss = queue.watch.loss if stand.loss is None else stand.loss
     queue.norms.load(stand.norms)
+    runtime.drop.know(stand.limit)
 
 
 def brings(runtime: StepRuntime, model: torch.nn.Module | None) -> dict[str, str]:

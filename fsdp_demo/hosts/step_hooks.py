@@ -27,12 +27,15 @@ class TickCalls(NamedTuple):
         skip: run for a step that the engine itself has skipped.
         gradients: whether `before` needs or changes gradients; asked at every step, since the
             method may be chosen later.
+        factor: by which `before` scales the gradients: whoever clips them before that divides its
+            norm by it.
     """
 
     before: Callable[[], bool]
     after: Callable[[], None]
     skip: Callable[[], None]
     gradients: Callable[[], bool]
+    factor: Callable[[], float] = lambda: 1.0
 
 
 class StepHooks(ABC):
@@ -43,7 +46,7 @@ class StepHooks(ABC):
     """
 
     def __init__(self, calls: TickCalls):
-        self._run_before, self._run_after, _, self._gradients = calls
+        self._run_before, self._run_after, _, self._gradients, self._factor = calls
         self._off = 0
         self._refusal = ""
         self.aside = False
@@ -74,6 +77,10 @@ class StepHooks(ABC):
             yield
         finally:
             self._off, self._refusal = self._off - 1, before
+
+    def leave_out(self) -> None:
+        """Count a micro-batch that is left out, where the engine counts them."""
+        return  # plain torch does not
 
     def begin_anew(self) -> None:
         """Forget the tick under way, since the state of another step was loaded."""

@@ -127,6 +127,7 @@ class ExchangeCallback(_Callback):
             "take 'bf16-mixed'": str(trainer.precision).startswith("16"),
             "local_steps='by_speed': its Trainer counts steps and rows by its own batches; leave "
             "it 'equal', or take transformers' Trainer, or your own loop": self.config.by_speed,
+            "drop: Lightning accumulates in a loop of its own; leave it out": self.config.drop,
             "GradientAccumulationScheduler: set Trainer(accumulate_grad_batches=N)": any(
                 "GradientAccumulation" in type(c).__name__ for c in trainer.callbacks
             ),

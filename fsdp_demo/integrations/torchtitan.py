@@ -56,6 +56,8 @@ class IslandOptimizers(OptimizersContainer):
             raise ValueError(
                 "pipeline_parallel_degree above 1: ranks of an island must hold one model; set 1"
             )
+        if self._config.exchange.drop is not None:
+            raise ValueError("drop: torchtitan accumulates in a loop of its own: leave it out")
         training, step = trainer.config.training, trainer.step - 1
         config, norm = self._config.exchange.clipped_once(training.max_norm)
         training.max_norm = norm or math.inf

@@ -50,10 +50,12 @@ class Tick(Struct, frozen=True):
         step: its number, from 0.
         rates: for each optimizer and each of its groups, what schedules move
             (`exchange/run_specification.py`), as JSON.
+        limit: of DropCompute, if it is chosen (`exchange/drop.py`).
     """
 
     step: int
     rates: list[list[dict[str, Any]]]
+    limit: float = 0.0
 
 
 @dataclass(frozen=True)

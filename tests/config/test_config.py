@@ -357,7 +357,7 @@ def others(value: Any) -> list[Any]:
         return [value + 1, value / 2 if isinstance(value, float) else value + 2]
     if isinstance(value, str):
         return ["equal", "tokens", "senders", "replicas", "bf16", "none", value + "x"]
-    return [["x"], 0.5, 3] if value is None else [[*value, "x"]]
+    return [["x"], 0.5, 3, {}] if value is None else [[*value, "x"]]
 
 
 @pytest.mark.parametrize("name", PRESETS)

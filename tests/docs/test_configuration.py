@@ -24,7 +24,14 @@ def test_configuration_page_has_every_field() -> None:
     """Each field of the dataclasses is on the page."""
     for f in (*dataclasses.fields(ExchangeConfig), *dataclasses.fields(channel.Channel)):
         assert f"| `{f.name}` |" in PAGE
-    for part in (parts.Accumulator, parts.Codec, parts.Reducer, parts.Applier, parts.Fragments):
+    for part in (
+        parts.Accumulator,
+        parts.Codec,
+        parts.Reducer,
+        parts.Applier,
+        parts.Fragments,
+        parts.Drop,
+    ):
         for f in dataclasses.fields(part):
             assert f"| `{part.__name__.lower()}.{f.name}` |" in PAGE
 

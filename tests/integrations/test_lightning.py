@@ -415,6 +415,13 @@ def test_lightning_strategies_refused(kinds: tuple[str, str], text: str) -> None
     assert text in str(refused.value)
 
 
+def test_lightning_refuses_drop() -> None:
+    """Its accumulation leaves no micro-batch out."""
+    trainer = SimpleNamespace(strategy=type("DDPStrategy", (), {})(), callbacks=[], precision="32")
+    with pytest.raises(ValueError, match="drop: Lightning accumulates"):
+        ExchangeCallback("demo", drop={"limit": 1.0})._refuse(trainer, script.Net(), 0)
+
+
 def test_lightning_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each Trainer gets the exchange of the launch; without one, nothing; wrong words are refused
     in a sentence.

@@ -56,6 +56,8 @@ class Session(TrainerCallback):
         self._loss: Any = 0.0
         self._numbers: dict[str, float] = {}
         self._steps_in_epoch, self._weighed = 0, -1
+        self._drops, self._micro, self._left = exchange.config.drop is not None, 0, 0.0
+        self._taken: list[Any] = []  # micro-batches of the step under way
         self._pace: VotePace | None = None  # of an evaluation that can be left
         if self._engine_steps:
             after.callback(before_steps(trainer.accelerator, self._hear))
@@ -114,7 +116,14 @@ class Session(TrainerCallback):
         """Add a micro-batch's loss, before the engine steps."""
         self._loss = self._loss + loss
         if last:
+            self._make_up()
             self._note()
+
+    def _make_up(self) -> None:
+        """Make the loss of the step the mean over those micro-batches that were taken."""
+        if (ratio := self.exchange.drop.ratio) != 1.0:
+            self._left = (ratio - 1.0) * self._loss
+            self._loss = self._loss + self._left
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """After the exchange of this step: compare clocks, take part in a stop, gather numbers for
@@ -278,11 +287,33 @@ class Session(TrainerCallback):
             return original(model, inputs, *args, **kwargs)
         exchange.catch_up()
         items = next(iter(args), kwargs.get("num_items_in_batch"))
-        exchange.report(tokens=tokens_in(inputs), weight=self._weight(inputs, items))
+        if self._drops and self._left_out(exchange, inputs, items):
+            return torch.zeros((), device=self._trainer.args.device)
+        weight = self._weight(inputs, None if self._drops else items)
+        exchange.report(tokens=tokens_in(inputs), weight=weight)
         loss = original(model, inputs, *args, **kwargs)
         if not self._engine_steps and isinstance(loss, torch.Tensor):
             self._loss = self._loss + loss.detach()
-        return loss
+            if self._drops and not self._micro:
+                self._make_up()
+                exchange.drop.scale()  # ahead of the Trainer's clipping
+        return loss + self._left if self._drops else loss
+
+    def _left_out(self, exchange: Exchange, inputs: Any, items: Any) -> bool:
+        """Whether a micro-batch is dropped. Of the `items` of a step, by which the Trainer divides,
+        those of the micro-batches taken are the exact divisor."""
+        trainer: Any = self._trainer
+        of, micro = trainer.current_gradient_accumulation_steps, self._micro
+        self._micro, self._left = (micro + 1) % of, 0.0
+        if exchange.time_is_up(micro, of):
+            return True
+        self._taken = [*self._taken, inputs] if micro else [inputs]
+        if not self._micro and items is not None and len(self._taken) < of:
+            taken = trainer._get_num_items_in_batch(self._taken, trainer.args.device)
+            both = (float(torch.as_tensor(each).sum()) for each in (items, taken))
+            whole, left = exchange.island.sum(*both)
+            exchange.drop.ratio = whole / max(left, 1.0)
+        return False
 
     def _weight(self, inputs: Any, items: Any) -> int | torch.Tensor:
         """What a micro-batch adds to the weight of this island: labels, else tokens. `items`, by

@@ -131,6 +131,11 @@ def refuse(trainer: Trainer, config: ExchangeConfig) -> None:
             has_own_optimizer(config) and not handed,
             f"preset {config.preset!r} has an optimizer of its own: {line}",
         ),
+        (
+            config.drop is not None and args.gradient_accumulation_steps < 3,
+            f"drop with gradient_accumulation_steps={args.gradient_accumulation_steps}: the first "
+            "and the last micro-batch of a step are always taken; set 3 or more, or leave drop out",
+        ),
         *engine_problems(trainer, config),
         *(problems(trainer, topology_of(trainer)) if config.by_speed else ()),
         (
