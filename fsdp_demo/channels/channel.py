@@ -87,6 +87,7 @@ class Incoming:
         flying: the payloads that the channel still has under way, oldest first.
         last: nothing local is mixed in, since nothing comes after this answer, or this replica's
             payload was not finite.
+        late: this replica has contributed nothing, and keeps what it has trained.
     """
 
     sent: ChannelPayload
@@ -94,6 +95,7 @@ class Incoming:
     present: Sequence[bool] | None = None
     flying: Sequence[ChannelPayload] = ()
     last: bool = False
+    late: bool = False
 
 
 class ChannelRunner(LocalChannel):
@@ -363,7 +365,13 @@ class ChannelRunner(LocalChannel):
         mean = then.mean(arrived.received, sent.step) if arrived.received is not None else None
         number = None if sent.partial else then.round(sent.step)
         arrival = apply.Arrival(
-            sent.own, _own(arrived.flying), arrived.present, mix, number, arrived.last
+            sent.own,
+            _own(arrived.flying),
+            arrived.present,
+            mix,
+            number,
+            arrived.last,
+            arrived.late,
         )
         self.moved = apply.APPLIERS[then.channel.applier.acts_as](then, mean, arrival) or self.moved
 

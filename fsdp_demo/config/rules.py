@@ -8,11 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .channel import Channel, matches
 from .names import APPLIERS, FORMATS
 from .parts import NEVER
+
+if TYPE_CHECKING:
+    from .schema import ExchangeConfig
 
 
 def problems(c: Channel) -> list[str]:
@@ -174,6 +177,39 @@ def order_problems(c: Channel, first: Channel | None) -> list[str]:
             "older than what came first; use delay=0"
         )
     return found
+
+
+def backup_problem(config: ExchangeConfig) -> str:
+    """Why no exchange of a configuration can go on without a late island; empty where it can."""
+    for c in config.channels:
+        a, schedule = c.applier, c.schedule
+        if c.before_step or schedule.sync_every == 1:
+            return (
+                f"channel {c.name!r} sends in every step, and a step has nothing to wait with: "
+                "leave backup_islands out, or use a method with a period (diloco)"
+            )
+        if a.acts_as != "outer_step" or c.feedback == "put_back" or a.mix > 0:
+            return (
+                f"channel {c.name!r} sets this island's parameters or accumulator to what comes, "
+                "so what a late island has trained would be lost, or count twice: it is for "
+                "deltas with applier.acts_as='outer_step', applier.mix=0 and feedback 'none' or "
+                f"'subtract', found {c.source!r}, {a.acts_as!r}, mix={a.mix:g}, {c.feedback!r}"
+            )
+        if schedule.delay:
+            return (
+                f"channel {c.name!r} has schedule.delay={schedule.delay}, in which nobody waits "
+                "for a slow island already: use one of the two"
+            )
+    if config.clips_together:
+        return "clip_scope='islands' asks all islands in every step: use clip_scope='replica'"
+    least = 2.0 * (1 + config.late_rounds)
+    if config.norm_limit is not None and config.norm_limit < least:
+        return (
+            f"a late contribution holds up to {1 + config.late_rounds} rounds, and is not to be "
+            f"left out for its norm: use norm_limit >= {least:g}, or null, found "
+            f"{config.norm_limit:g}"
+        )
+    return ""
 
 
 def overlap(a: Channel, b: Channel) -> str | None:

@@ -58,6 +58,9 @@ class ExchangeConfig:
         own_tensors: shell patterns over names of buffers and frozen parameters that are each
             island's own: neither made equal at the start nor averaged (a queue of features, a
             teacher that is moved by hand).
+        backup_islands: most islands that an exchange goes on without (arXiv 2102.06280): what a
+            late one has trained counts in its next exchange.
+        late_rounds: exchanges in a row that one island may be late for.
 
     Example:
         >>> from fsdp_demo import ExchangeConfig, preset
@@ -77,6 +80,8 @@ class ExchangeConfig:
     seed: int = 0
     norm_limit: float | None = NORM_LIMIT
     own_tensors: tuple[str, ...] = ()
+    backup_islands: int = 0
+    late_rounds: int = 1
 
     def __post_init__(self) -> None:
         for c in self.channels:
@@ -84,6 +89,8 @@ class ExchangeConfig:
                 raise ValueError(f"channel {c.name!r}: {problem}")
         in_range("max_in_flight", self.max_in_flight, 1)
         in_range("seed", self.seed, 0)
+        in_range("backup_islands", self.backup_islands, 0)
+        in_range("late_rounds", self.late_rounds, 1)
         one_of("clip_scope", self.clip_scope, CLIP_SCOPES)
         if self.clip is not None and not self.clip > 0:
             raise ValueError(
@@ -100,6 +107,8 @@ class ExchangeConfig:
                 "'any'"
             )
         self._check_channels([c.name for c in self.channels])
+        if problem := rules.backup_problem(self) if self.backup_islands else "":
+            raise ValueError(f"backup_islands={self.backup_islands}: {problem}")
 
     def _check_channels(self, names: Sequence[str]) -> None:
         if any("." in name for name in names):

@@ -25,7 +25,7 @@ from ..channels.channel import ChannelPayload, ChannelRunner, Incoming
 from ..elastic.peer_group import PeerGroup
 from ..errors import PeerLost
 from ..peers.collectives import ReceivedMessage
-from ..peers.header import EARLY, FAR, LEAVING, NOT_FINITE, STOP, Header
+from ..peers.header import EARLY, FAR, LATE, LEAVING, NOT_FINITE, STOP, Header
 from .ledger import ExchangeRecord, Ledger
 from .message import HeaderFields, MessageLayout
 from .saved_state import History, InFlightState
@@ -98,6 +98,10 @@ class InFlightQueue:
         self.flights.append(flight)
         self.last.update(dict.fromkeys(outgoing, step + 1))
         self.sender.send(flight, fields)
+
+    def passed(self, flight: PendingExchange) -> None:
+        """Take a message that this island has passed for one that it has launched."""
+        self.flights.append(flight)
 
     # ---- what is under way ---------------------------------------------------------------------
 
@@ -182,7 +186,7 @@ class InFlightQueue:
         if present is not None and island.position.num_copies > self.connections.active_copies:
             present = [bool(v) for v in island.max(*map(float, present))]
         del flight.parts[c.channel.name]
-        return Incoming(sent, received, present, self.under_way(c), last)
+        return Incoming(sent, received, present, self.under_way(c), last, flight.late)
 
     def ask(self, job: Callable[[PeerGroup], Any]) -> Any:
         """Run `job` on the peer group after what is in flight, with the island's vote. None on a
@@ -215,6 +219,7 @@ class InFlightQueue:
         except Exception as e:
             error = e  # of any kind: the other ranks must learn of it in the vote
         asked = max((h.flags & (STOP | LEAVING) for h in headers), default=0)
+        asked |= LATE * any(h.late for h in headers)
         failed, stop, rewritten, islands = self.connections.island.max(
             float(error is not None),
             float(asked),
@@ -224,7 +229,10 @@ class InFlightQueue:
         if failed:
             self.broken = True
             raise error or PeerLost("another rank of this island lost its peer")
-        self.watch.take_loss_and_stop(headers, int(stop))
+        self.watch.take_loss_and_stop(headers, int(stop) & (STOP | LEAVING))
+        if int(stop) & LATE:  # somebody has more to send: a last exchange is due at once
+            for name in flight.members:
+                self.last[name] = min(self.last[name], flight.step)
         if rewritten:
             self.watch.tell_of_written(self.connections.island)
         if islands and flight.step >= 0:  # copies that are not active hear of it here

@@ -46,6 +46,7 @@ from ..peers.votes import VotePace
 from ..rendezvous.sibling_watch import SiblingWatch, collective
 from ..rendezvous.topology import Topology
 from . import run_specification
+from .backup import BackupIslands
 from .in_flight import InFlightQueue
 from .message import LocalStatus, mean_rate
 from .refusals import Copies
@@ -95,6 +96,7 @@ class StepRuntime:
         island: the other ranks of this replica. calls: the present collective of each of them.
         hooks: the engine's step hooks, which call `before`, `after` and `skip`.
         rewritten: the check for parameters written since an exchange.
+        backup: the exchanges that this island may be late for; None where it is waited for.
         step: optimizer steps of the job done so far (ticks).
         begun: the step whose gradients are in the accumulators; a step that is cut off and taken
             again does not add them twice.
@@ -150,6 +152,8 @@ class StepRuntime:
         self.channels, self.buffers = bound.channels, bound.buffers
         self.queue.work_with([*self.channels, *self.buffers], config.norm_limit)
         self.before_step = [c for c in self.channels if c.channel.before_step]
+        leads, backup = self.topology.rank == 0, config.backup_islands
+        self.backup = BackupIslands(self.queue, config, leads) if backup else None
         self.after_step = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
         self.gradients_only = len(self.before_step) == len(self.channels)
         for c in self.channels:
@@ -160,6 +164,8 @@ class StepRuntime:
         the gradients of this step (-1: of none); None: all that stays as it is.
         """
         self.step = step
+        if self.backup is not None:
+            self.backup.forget()
         if begun is not None:
             self.begun, self.acted = begun, -1
             self.hooks.begin_anew()
@@ -349,6 +355,8 @@ class StepRuntime:
             step, now, last: as for `InFlightQueue.receive`. The last exchange sends a part of a
                 round.
         """
+        if due and self.backup is not None and self.backup.take():
+            self._exchanged, due = True, ()
         for first in (True, False):
             stage = [c for c in channels if first != bool(c.channel.after)]
             self.send([c for c in due if c in stage], partial=last)
@@ -439,6 +447,8 @@ class StepRuntime:
         fields = self.status.header(outgoing, by_tokens, self.island, self.host.device)
         if not by_tokens and self._joined_within(outgoing):
             fields = replace(fields, weight=-1.0)
+        elif by_tokens and self._only_late_ones(outgoing):
+            fields = replace(fields, weight=1.0)
         self.queue.launch(
             outgoing,
             self.step,
@@ -449,6 +459,15 @@ class StepRuntime:
                 norm=self._norm(outgoing),
                 rate=mean_rate(self.host),
             ),
+        )
+
+    def _only_late_ones(self, outgoing: dict[str, ChannelPayload]) -> bool:
+        """Whether this is an exchange right behind another one, at the end, for what late islands
+        have left: the others have counted no token since, and are islands all the same.
+        """
+        applied = self.queue.applied
+        return all(
+            out.partial and applied.get(name) == self.step - 1 for name, out in outgoing.items()
         )
 
     def _joined_within(self, outgoing: dict[str, ChannelPayload]) -> bool:
@@ -534,6 +553,8 @@ class StepRuntime:
         )
         feed = self.donor_feed
         unasked = self.peers is not None and (feed is None or not feed.wanted)
+        # behind the question above: a newcomer would lack the message that was passed
+        unasked |= self.backup is not None and self.backup.pending >= 0
         flags, leaves, told, unwanted, slowest = self.island.max(
             float(self.queue.watch.stop),
             float(alone),

@@ -67,6 +67,12 @@ EARLY = 128
 # never sent: the receivers have found the norm far from the members', and leave the contribution
 # out (`exchange/watch.py`)
 FAR = 256
+# never sent: some contribution to a message is a pass (`Header.late`)
+LATE = 512
+
+PASSED = -2.0
+"""The weight of a pass: this island is late for the message, contributes zeros, and counts in no
+mean."""
 
 SETUP, PAYLOAD, PARTS, MEANS, NORM, QUESTION, PARAMETERS, DIGESTS, END, RESET = range(10)
 KINDS = (
@@ -137,7 +143,7 @@ class Header:
         digest: of the configuration.
         step: of a payload the step it is sent in, from 0; else the steps done.
         weight: the sender's share in a mean; less than 0: none, whatever the channel's weights.
-            loss: NaN where unknown.
+            loss: NaN where unknown. PASSED: see `late`.
         total: 64-bit sum of what must be equal on all replicas, if `flags` has SUMMED.
         number: of the message on its peer group, the same on all its ranks.
         norm: `norm_code` of what the sender contributes, of its whole island: the same on all its
@@ -156,6 +162,12 @@ class Header:
     number: int = 0
     norm: int = 0
     rate: int = 0
+
+    @property
+    def late(self) -> bool:
+        """Whether the sender is late for this message: it counts in no mean, and what it has
+        trained goes with its next one."""
+        return self.weight == PASSED
 
     @property
     def at_step(self) -> int:
