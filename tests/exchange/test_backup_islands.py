@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,9 +25,11 @@ from fsdp_demo.compression.dense import round_trip
 from fsdp_demo.config.channel import Channel
 from fsdp_demo.config.parts import Accumulator, Applier, Codec, Reducer, SyncSchedule
 from fsdp_demo.exchange import message, watch
-from fsdp_demo.peers.header import PASSED, Header
+from fsdp_demo.exchange.backup import refuse
+from fsdp_demo.peers.header import COUNTED, FAR, PASSED, Header, norm_code
 
-from ..support.inside import in_ranks
+from ..support.inside import in_ranks, in_threads
+from ..support.refused import refusal
 from ..support.two_layers import step
 
 ENV = {"ISLAND_DEAD": "6", "ISLAND_STOP": "20"}
@@ -63,12 +67,13 @@ def until_passed(exchange: Any) -> None:
         time.sleep(0.01)
 
 
-def attached(me: Any, method: ExchangeConfig) -> Any:
-    w = torch.nn.Parameter(torch.zeros(SIZE))
+def attached(me: Any, method: ExchangeConfig, saved: Path | None = None) -> Any:
+    value, state = (torch.zeros(SIZE), None) if saved is None else torch.load(saved)
+    w = torch.nn.Parameter(value)
     model = torch.nn.Module()
     model.w = w
     optimizer = torch.optim.SGD([w], lr=1.0)
-    return w, optimizer, fsdp_demo.attach(optimizer, method, model=model)
+    return w, optimizer, fsdp_demo.attach(optimizer, method, model=model, state=state)
 
 
 def noted(exchange: Any) -> dict[int, list[int]]:
@@ -83,6 +88,13 @@ def noted(exchange: Any) -> dict[int, list[int]]:
 
     queue.watch.count = hear
     return found
+
+
+def late_only(exchange: Any, *steps: int) -> None:
+    """Let this island be late for the exchanges of these steps alone, however slow the machine."""
+    gate = exchange._runtime.backup._gate
+    decide = gate.decide
+    gate.decide = lambda step: step in steps and decide(step)
 
 
 def trained(me: Any, method: ExchangeConfig, late: dict[int, int], steps: int = STEPS) -> Any:
@@ -102,9 +114,11 @@ def trained(me: Any, method: ExchangeConfig, late: dict[int, int], steps: int = 
 
 
 class Simulated:
-    """The same on plain tensors: `theta[r]` of each island, what it has kept (`left`), one anchor."""
+    """The same on plain tensors: `theta[r]` of each island, what it has `left`, one anchor."""
 
-    def __init__(self, islands: int, by_tokens: bool, rounds: bool, lr: float = 0.7, mu: float = 0.9):
+    def __init__(
+        self, islands: int, by_tokens: bool, rounds: bool, lr: float = 0.7, mu: float = 0.9
+    ):
         self.theta, self.left = ([torch.zeros(SIZE) for _ in range(islands)] for _ in range(2))
         self.anchor, self.momentum = torch.zeros(SIZE), torch.zeros(SIZE)
         self.rounds = rounds
@@ -210,3 +224,224 @@ def test_backup_islands_ranks_pass_together(me: Any) -> Any:
     exchange.finish()
     assert told[3] == [1] and exchange.digests_equal()
     return told, model.weight.full_tensor().detach()
+
+
+# ---- an island that is late, and what else may happen to it --------------------------------------
+
+GRADIENTS = (16.0, 32.0, 64.0)  # of each island, in every step: sums that fp32 holds exactly
+OTHERS = (16.0, 64.0)
+VICTIM, AT = 1, 6  # passes the exchange of step 7, and hears of its end in step 6
+
+
+def by_hand(weight: str = "equal") -> ExchangeConfig:
+    """The anchor less the mean delta."""
+    outer = Applier("outer_step", lr=1.0)
+    reducer = Reducer(weight=weight)
+    channel = Channel("delta", "delta", SyncSchedule(PERIOD), reducer=reducer, applier=outer)
+    return ExchangeConfig("made", (channel,), backup_islands=1)
+
+
+def ending(me: Any, how: str, weight: str = "equal") -> Any:
+    """The victim ends while it is late: `how` says by which signal."""
+    w, optimizer, exchange = attached(me, by_hand(weight))
+    told = noted(exchange)
+    late_only(exchange, *([7] if me.island == VICTIM else []))
+    with fsdp_demo.guard(exchange):
+        for t in range(14):
+            if me.island == VICTIM and t == AT:
+                until_passed(exchange)
+                os.kill(os.getpid(), getattr(signal, how))
+            exchange.report(tokens=8)
+            step(optimizer, (w * GRADIENTS[me.island]).sum())
+        exchange.finish()
+    return told, w.detach().clone(), exchange.digests_equal()
+
+
+@pytest.mark.parametrize(
+    ("how", "weight"),
+    [
+        ("SIGTERM", "equal"),
+        ("SIGKILL", "equal"),
+        pytest.param("SIGTERM", "tokens", marks=pytest.mark.slow),
+    ],
+)
+def test_backup_islands_late_one_ends(run_ranks, how: str, weight: str) -> None:
+    """An island that is told to end while it is late sends what it has ahead, and the others count
+    it in the exchange behind the one that it passed; one that is killed is missing from then on.
+    """
+    found = run_ranks(ending, 3, 1, env=ENV, args=(how, weight), check=False, grace=60.0)
+    assert found[VICTIM].status == (75 if how == "SIGTERM" else -signal.SIGKILL), found[VICTIM].log
+    one, two = found[0].value, found[2].value
+    assert one and two, [f.log for f in found]
+    assert one[0] == two[0] and one[2] and torch.equal(one[1], two[1])
+    assert one[0][7] == [VICTIM] or (how, one[0][7]) == ("SIGKILL", [])  # it died with its pass
+    share = 0.75 * (how == "SIGTERM")  # three of four steps
+    rounds = [4 * sum(GRADIENTS) / 3, 2 * sum(OTHERS), (4 * sum(OTHERS) + share * 96) / (2 + share)]
+    assert torch.allclose(one[1], torch.full(SIZE, -sum(rounds) - sum(OTHERS)), rtol=1e-6, atol=0)
+
+
+def stopped(me: Any, folder: Path, how: str) -> Any:
+    """Train until all islands end while one is late, each with its state; `how` "goes on": from
+    those states to the end.
+
+    Args:
+        how: "told": all are told to end, the late one in the step before it comes to the exchange,
+            the others in the step behind it. "killed": all are, and hold what they were after six
+            steps, the late one when it had passed.
+    """
+    mine, over = folder / f"state{me.island}", folder / "over"
+    w, optimizer, exchange = attached(me, config(), mine if how == "goes on" else None)
+    told, victim = noted(exchange), me.island == VICTIM
+    late_only(exchange, *([7] if victim and how != "goes on" else []))
+
+    def save() -> None:
+        torch.save((w.detach().clone(), exchange.state_dict()), mine)
+
+    with fsdp_demo.guard(exchange, save=save):
+        while (t := exchange.step) < STEPS:
+            if t == AT and victim and how != "goes on":
+                until_passed(exchange)
+            if (how, t) == ("told", AT if victim else 8):
+                os.kill(os.getpid(), signal.SIGTERM)
+            if (how, t) == ("killed", AT):
+                save()
+            if how == "killed" and t == (AT if victim else 8):
+                over.touch() if victim else waits_for(over)
+                os._exit(9)
+            exchange.report(tokens=tokens(me.island, t))
+            w.grad = gradient(me.island, t)
+            optimizer.step()
+        exchange.finish()
+    return told, w.detach().clone(), exchange.digests_equal()
+
+
+def waits_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["told", pytest.param("killed", marks=pytest.mark.slow)])
+def test_backup_islands_all_end_and_go_on(run_ranks, tmp_path: Path, how: str) -> None:
+    """All islands end while one is late, and go on to the bits of a run that never ended."""
+    found = run_ranks(stopped, 3, 1, env=ENV, args=(tmp_path, how), check=False, grace=60.0)
+    assert [f.status for f in found] == [75 if how == "told" else 9] * 3, [f.log for f in found]
+    steps = [torch.load(tmp_path / f"state{i}")[1]["step"] for i in range(3)]
+    assert steps == ([9, 8, 9] if how == "told" else [6, 6, 6])
+    found = run_ranks(stopped, 3, 1, env=ENV, args=(tmp_path, "goes on"))
+    rest: dict[int, list[int]] = {t: [] for t in (7, 11, 15, STEPS) if t > 7 or how == "killed"}
+    assert all(f[0] == rest and f[2] for f in found)
+    _, end = simulated({3: [], 7: [VICTIM]} | rest, config(), STEPS)
+    assert all(torch.equal(f[1], end) for f in found)
+
+
+def grown(me: Any, folder: Path) -> Any:
+    """Island 3 joins while island 1 is late for every other exchange; then all train some more."""
+    begun, end, told = folder / "begun", folder / "end", dict[int, list[int]]()
+    count = watch.Watch.count
+
+    def hear(self: Any, peers: Any, headers: Any, slots: Any, at: int) -> None:
+        told[at] = [slot for slot, h in zip(slots, headers, strict=True) if h.late]
+        count(self, peers, headers, slots, at)
+
+    watch.Watch.count = hear
+    if me.island == 3:
+        waits_for(begun)
+    w, optimizer, exchange = attached(me, config())
+    late_only(exchange, *(range(7, 10**6, 2 * PERIOD) if me.island == VICTIM else []))
+    first = exchange.step
+    while not end.exists() or exchange.step < int(end.read_text()):
+        t = exchange.step
+        if me.island == VICTIM and t % (2 * PERIOD) == 7:
+            until_passed(exchange)
+        w.grad = gradient(me.island, t)
+        optimizer.step()
+        if t == 16:
+            begun.touch()
+        if me.island == 0 and not end.exists() and exchange.peers.slots == (0, 1, 2, 3):
+            (folder / "part").write_text(str(exchange.step + 14))
+            (folder / "part").rename(end)
+    exchange.finish()
+    return first, told, w.detach().clone(), exchange.digests_equal()
+
+
+def test_backup_islands_newcomer_while_one_is_late(run_ranks, tmp_path: Path) -> None:
+    """An island joins while another one is late again and again, and ends with the others' bits."""
+    env = {**ENV, "ISLAND_COUNT": "3", "ISLAND_SLOTS": "4"}
+    found = run_ranks(grown, 4, 1, timeout=120, env=env, args=(tmp_path,))
+    first, told = found[3][:2]
+    assert first > 0 and all(f[3] and torch.equal(f[2], found[0][2]) for f in found)
+    assert all(f[1][t] == late for f in found[:3] for t, late in told.items())
+    assert [VICTIM] in told.values() and all(late in ([], [VICTIM]) for late in told.values())
+
+
+# ---- what is refused, and what a pass is to others ----------------------------------------------
+
+WRONG = {
+    "demo": "in every step",
+    "full": "in every step",
+    "local_sgd": "applier.acts_as='outer_step'",
+    "desloc": "applier.acts_as='outer_step'",
+    "local_adam": "applier.acts_as='outer_step'",
+    "streaming_diloco": "applier.mix=0",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_backup_islands_presets_refused(name: str) -> None:
+    """Presets under which the work of a late island would be lost, or nobody waits, are refused."""
+    refusal(lambda: preset(name, backup_islands=1), "backup_islands=1", WRONG[name])
+
+
+def test_backup_islands_bad_settings_refused() -> None:
+    """Settings that cannot be right are refused with what is allowed."""
+    refusal(lambda: preset("diloco", backup_islands=-1), "backup_islands=-1", "0")
+    refusal(lambda: preset("diloco", late_rounds=0), "late_rounds=0", "1")
+    released = {"rule": "released", "backup_islands": 1}
+    refusal(lambda: preset("decoupled_momentum", **released), "feedback 'none' or 'subtract'")
+    delayed = {"schedule.delay": 2, "backup_islands": 1}
+    refusal(lambda: preset("diloco", **delayed), "schedule.delay=2", "use one of the two")
+    refusal(lambda: preset("diloco", backup_islands=1, norm_limit=3.0), "norm_limit >= 4")
+    refusal(
+        lambda: preset("diloco", backup_islands=1, clip=1.0, clip_scope="islands"), "clip_scope"
+    )
+    for name in ("diloco", "muloco", "sign_muloco", "sparse_loco", "sign_loco"):
+        assert preset(name, backup_islands=1).backup_islands == 1
+    assert preset("diloco").backup_islands == 0
+
+
+ISLANDS = {"ISLAND_COUNT": "3", "ISLAND_RANK": "0", "ISLAND_ENDPOINT": "127.0.0.1:1"}
+
+
+@pytest.mark.parametrize(("more", "backup", "said"), [
+    ({"ISLAND_MIN": "3"}, 1, "ISLAND_MIN=3 of ISLAND_COUNT=3 says that all must stay"),
+    ({}, 3, "backup_islands=3 of 3 islands leaves none to wait for: allowed are 0 to 2"),
+])  # fmt: skip
+def test_backup_islands_where_all_must_stay(more: dict[str, str], backup: int, said: str) -> None:
+    """Islands of which none may be missing, or as many as there are, are refused."""
+    topology = fsdp_demo.Topology.from_env({**ISLANDS, **more})
+    refusal(lambda: refuse(preset("diloco", backup_islands=backup), topology), said)
+
+
+@in_threads()
+def test_backup_islands_mesh_refused(topology: Any) -> None:
+    """In a mesh all replicas must stay, so none may be late."""
+    optimizer = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())
+    method = preset("diloco", backup_islands=1)
+    refusal(lambda: fsdp_demo.attach(optimizer, method, topology=topology), "in a mesh all must")
+
+
+def test_backup_islands_pass_has_no_share() -> None:
+    """A pass has no weight, no norm and no loss: the others are weighed as if they were alone."""
+    late, own, new = (Header(0, 7, weight=w) for w in (PASSED, 3.0, -1.0))
+    by = {w: config(weight=w).channels[0] for w in ("equal", "tokens")}
+    assert message.replica_weights(by["equal"], [own, late, new]) == [1.0, 0.0, 0.0]
+    assert message.replica_weights(by["equal"], [late, new]) == [0.0, 1.0]
+    assert message.replica_weights(by["tokens"], [own, late]) == [3.0, 0.0]
+    counted = replace(own, weight=0.0, flags=COUNTED)
+    assert message.replica_weights(by["tokens"], [counted, late]) == [1.0, 0.0]
+    norms = watch.Norms(4.0)
+    for t in range(6):
+        norms.note(["delta"], t, [replace(own, norm=norm_code(1.0)), late])
+    twice = replace(own, norm=norm_code(2.5))  # what two rounds have added up to
+    far = norms.judged(["delta"], [replace(own, norm=norm_code(1.0)), twice, late])
+    assert not any(h.flags & FAR for h in far)
