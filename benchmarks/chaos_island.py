@@ -195,7 +195,8 @@ def noted(facts: Facts) -> None:
                 for s, h in zip(told["slots"], headers, strict=True)
                 if h.weight > 0 and not h.flags & out
             ]
-            facts.tell("message", counted=counted, **told)
+            late = [s for s, h in zip(told["slots"], headers, strict=True) if h.late]
+            facts.tell("message", counted=counted, late=late, **told)
         waiting.clear()
 
     PeerGroup._finished, PeerGroup._run, Norms.note = finish, exchange, note
@@ -261,6 +262,8 @@ class Training:
         )
         self.exchange = attach(self.optimizer, config, model=self.model, topology=self.topology)
         self.facts.tell("attached", step=self.exchange.step)
+        slow = self.slot == self.topology.islands - 1
+        self.pad = args.pad / (args.slow if slow else 1.0)
 
     def run(self) -> None:
         """Train until all finish; the last line says how it ended."""
@@ -268,7 +271,7 @@ class Training:
             while self.exchange.step < self.last_step():
                 began = time.monotonic()
                 self.step()
-                time.sleep(max(0.0, self.args.pad - (time.monotonic() - began)))
+                time.sleep(max(0.0, self.pad - (time.monotonic() - began)))
             self.facts.tell("finishing", step=self.exchange.step)
             self.exchange.finish()
         self.look()
@@ -341,6 +344,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=0, help="0: until the file `finish` says when")
     parser.add_argument("--pad", type=float, default=0.05)
+    parser.add_argument("--slow", type=float, default=1.0, help="speed of the last island")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--look-every", type=int, default=5)
     parser.add_argument("--save-every", type=int, default=50)

@@ -8,14 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .channel import Channel, matches
 from .names import APPLIERS, FORMATS
 from .parts import NEVER
-
-if TYPE_CHECKING:
-    from .schema import ExchangeConfig
 
 
 def problems(c: Channel) -> list[str]:
@@ -179,9 +176,9 @@ def order_problems(c: Channel, first: Channel | None) -> list[str]:
     return found
 
 
-def backup_problem(config: ExchangeConfig) -> str:
+def backup_problem(channels: Sequence[Channel], norm_limit: float | None, late_rounds: int) -> str:
     """Why no exchange of a configuration can go on without a late island; empty where it can."""
-    for c in config.channels:
+    for c in channels:
         a, schedule = c.applier, c.schedule
         if c.before_step or schedule.sync_every == 1:
             return (
@@ -200,14 +197,11 @@ def backup_problem(config: ExchangeConfig) -> str:
                 f"channel {c.name!r} has schedule.delay={schedule.delay}, in which nobody waits "
                 "for a slow island already: use one of the two"
             )
-    if config.clips_together:
-        return "clip_scope='islands' asks all islands in every step: use clip_scope='replica'"
-    least = 2.0 * (1 + config.late_rounds)
-    if config.norm_limit is not None and config.norm_limit < least:
+    if norm_limit is not None and norm_limit < 2 * (1 + late_rounds):
         return (
-            f"a late contribution holds up to {1 + config.late_rounds} rounds, and is not to be "
-            f"left out for its norm: use norm_limit >= {least:g}, or null, found "
-            f"{config.norm_limit:g}"
+            f"a late contribution holds up to {1 + late_rounds} rounds, and is not to be left out "
+            f"for its norm: use norm_limit >= {2 * (1 + late_rounds)}, or null, found "
+            f"{norm_limit:g}"
         )
     return ""
 

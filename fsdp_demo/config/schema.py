@@ -107,8 +107,8 @@ class ExchangeConfig:
                 "'any'"
             )
         self._check_channels([c.name for c in self.channels])
-        if problem := rules.backup_problem(self) if self.backup_islands else "":
-            raise ValueError(f"backup_islands={self.backup_islands}: {problem}")
+        if self.backup_islands:
+            self._check_backup()
 
     def _check_channels(self, names: Sequence[str]) -> None:
         if any("." in name for name in names):
@@ -136,6 +136,13 @@ class ExchangeConfig:
                     f"payloads in flight, allowed are max_in_flight={self.max_in_flight}: shorten "
                     "the delay or exchange less often"
                 )
+
+    def _check_backup(self) -> None:
+        problem = rules.backup_problem(self.channels, self.norm_limit, self.late_rounds)
+        if self.clips_together:
+            problem = "clip_scope='islands' asks all islands in every step: use 'replica'"
+        if problem:
+            raise ValueError(f"backup_islands={self.backup_islands}: {problem}")
 
     def fixed(self, steps: int | None) -> ExchangeConfig:
         """A copy whose phases begin at steps.

@@ -95,21 +95,18 @@ class Gate:
 class LateRounds:
     """Finds, on the first rank of an island, that the others wait for it. In the network thread.
 
-    Attributes:
-        gate: of this rank; None: nobody passes. backup: most islands that an exchange goes on
-            without.
+    Args:
+        backup: most islands that an exchange goes on without. gate: of this rank.
     """
 
-    def __init__(self, loop: NetworkLoop):
-        self._loop = loop
-        self.gate: Gate | None = None
-        self.backup = 0
+    def __init__(self, loop: NetworkLoop, backup: int, gate: Gate):
+        self._loop, self._backup, self._gate = loop, backup, gate
         self._waits: dict[Member, Waits] = {}
         self._seen = -1
 
     def launched(self, n: int, step: int) -> None:
         """Tell the others that this island contributes to an exchange."""
-        if self.backup and self._loop.machine.rank == 0:
+        if self._loop.machine.rank == 0:
             detector = self._loop.detector
             detector.send(Waits(n, step), detector.notes.values())
 
@@ -119,22 +116,21 @@ class LateRounds:
 
     def hear_sibling(self, note: Passes) -> None:
         """Pass, since the first rank of this island has decided so."""
-        if self.gate is not None:
-            self.gate.take(note.step)
+        self._gate.take(note.step)
 
     def look(self, busy: bool) -> None:
         """Pass, if enough islands have come to the next message, and had at the last beat, so that
         islands which are equally fast do not pass each other. busy: this island is needed as it is.
         """
-        rank, gate = self._loop.machine, self.gate
-        if gate is None or busy or rank.rank or rank.state != "running" or not rank.begun:
+        rank = self._loop.machine
+        if busy or rank.rank or rank.state != "running" or not rank.begun:
             return
         n, others = rank.next, set(rank.record.contributors(rank.next)) - {rank.me}
         steps = [w.step for m, w in self._waits.items() if m in others and w.n == n]
-        if len(steps) < max(1 + len(others) - self.backup, 1) or len(set(steps)) > 1:
+        if len(steps) < max(1 + len(others) - self._backup, 1) or len(set(steps)) > 1:
             return
         if self._seen != n:
             self._seen = n
-        elif gate.decide(steps[0]):
+        elif self._gate.decide(steps[0]):
             detector = self._loop.detector
             detector.send(Passes(steps[0]), detector.siblings.values())

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ class PeerGroup:
         self.following: Following | None = None
         self._me, self._names, self._next = me, names, 0
         self._driver: Driver | None = None
-        self._backup, self._gate = 0, cast("Gate | None", None)
+        self._gate: tuple[int, Gate] | None = None
         self._closed = False
         self.num_connections, self._longest_early = 1, 0
         self._new_vector: Callable[[int], Tensor] = new_vector
@@ -114,7 +114,8 @@ class PeerGroup:
     def drive(self, driver: Driver, num_connections: int = 1) -> None:
         """Make this rank a member."""
         self._driver, self.num_connections = driver, num_connections
-        self.pass_by(self._backup, self._gate)
+        if self._gate is not None:
+            self.pass_by(*self._gate)
         if driver.join_server is not None:
             self.donor_feed = DonorFeed(driver.join_server, self._user.submit, lambda: self._next)
 
@@ -135,11 +136,11 @@ class PeerGroup:
         """
         self._longest_early, self._new_vector = longest_early, new_vector
 
-    def pass_by(self, backup: int, gate: Gate | None) -> None:
-        """Set how many islands an exchange goes on without, and the gate of this rank."""
-        self._backup, self._gate = backup, gate
+    def pass_by(self, backup: int, gate: Gate) -> None:
+        """As `Driver.pass_by`, also where this rank is a member later."""
+        self._gate = backup, gate
         if self._driver is not None:
-            self._driver.late_rounds.backup, self._driver.late_rounds.gate = backup, gate
+            self._driver.pass_by(backup, gate)
 
     def agree_on(self, digest: int) -> None:
         """Name this configuration in every header from now on."""

@@ -17,7 +17,7 @@ from .sending import PendingExchange
 
 def refuse(config: ExchangeConfig, topology: Topology) -> None:
     """Raise ValueError where no exchange of these islands can go on without one of them."""
-    if not config.backup_islands or topology.kind == "single":
+    if topology.kind == "single":
         return
     what = f"backup_islands={config.backup_islands}"
     if not topology.elastic:

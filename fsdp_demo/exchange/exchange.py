@@ -87,7 +87,8 @@ class Exchange(Readings):
         start = start or Start()
         self.opened, self.auto_choice = opened or config, auto_choice
         assembly.check(config, host)
-        backup.refuse(config, topology)
+        if config.backup_islands:
+            backup.refuse(config, topology)
         if topology.islands > 1:  # alone nothing is sent: shapes are enough to plan with
             refuse_meta(host, model)
         refuse_unknown(host, model, config.own_tensors)
