@@ -364,15 +364,8 @@ class ChannelRunner(LocalChannel):
         then = self.of(sent.step)
         mean = then.mean(arrived.received, sent.step) if arrived.received is not None else None
         number = None if sent.partial else then.round(sent.step)
-        arrival = apply.Arrival(
-            sent.own,
-            _own(arrived.flying),
-            arrived.present,
-            mix,
-            number,
-            arrived.last,
-            arrived.late,
-        )
+        last, late, flying = arrived.last, arrived.late, _own(arrived.flying)
+        arrival = apply.Arrival(sent.own, flying, arrived.present, mix, number, last, late)
         self.moved = apply.APPLIERS[then.channel.applier.acts_as](then, mean, arrival) or self.moved
 
     def round(self, step: int) -> int:

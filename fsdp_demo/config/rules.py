@@ -176,32 +176,29 @@ def order_problems(c: Channel, first: Channel | None) -> list[str]:
     return found
 
 
-def backup_problem(channels: Sequence[Channel], norm_limit: float | None, late_rounds: int) -> str:
+def backup_problem(
+    channels: Sequence[Channel], clips_together: bool, norm_limit: float | None, late_rounds: int
+) -> str:
     """Why no exchange of a configuration can go on without a late island; empty where it can."""
     for c in channels:
-        a, schedule = c.applier, c.schedule
-        if c.before_step or schedule.sync_every == 1:
+        a, when = c.applier, c.schedule
+        keeps = a.acts_as == "outer_step" and not a.mix and c.feedback != "put_back"
+        if not keeps or when.sync_every == 1 or when.delay:
             return (
-                f"channel {c.name!r} sends in every step, and a step has nothing to wait with: "
-                "leave backup_islands out, or use a method with a period (diloco)"
+                "it is for deltas that act by an outer step on an anchor, every few steps and "
+                "without a delay: elsewhere a late island's work would be lost or count twice, or "
+                f"nobody waits. Channel {c.name!r} has source {c.source!r}, applier.acts_as="
+                f"{a.acts_as!r}, mix={a.mix:g}, feedback={c.feedback!r}, sync_every="
+                f"{when.sync_every}, delay={when.delay}: use a preset such as diloco, or "
+                "backup_islands=0"
             )
-        if a.acts_as != "outer_step" or c.feedback == "put_back" or a.mix > 0:
-            return (
-                f"channel {c.name!r} sets this island's parameters or accumulator to what comes, "
-                "so what a late island has trained would be lost, or count twice: it is for "
-                "deltas with applier.acts_as='outer_step', applier.mix=0 and feedback 'none' or "
-                f"'subtract', found {c.source!r}, {a.acts_as!r}, mix={a.mix:g}, {c.feedback!r}"
-            )
-        if schedule.delay:
-            return (
-                f"channel {c.name!r} has schedule.delay={schedule.delay}, in which nobody waits "
-                "for a slow island already: use one of the two"
-            )
-    if norm_limit is not None and norm_limit < 2 * (1 + late_rounds):
+    if clips_together:
+        return "clip_scope='islands' asks all islands in every step: use clip_scope='replica'"
+    least = 2 * (1 + late_rounds)
+    if norm_limit is not None and norm_limit < least:
         return (
-            f"a late contribution holds up to {1 + late_rounds} rounds, and is not to be left out "
-            f"for its norm: use norm_limit >= {2 * (1 + late_rounds)}, or null, found "
-            f"{norm_limit:g}"
+            f"norm_limit={norm_limit:g} might leave out the work of {1 + late_rounds} rounds: use "
+            f"norm_limit >= {least}, or null"
         )
     return ""
 

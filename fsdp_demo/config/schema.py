@@ -107,8 +107,9 @@ class ExchangeConfig:
                 "'any'"
             )
         self._check_channels([c.name for c in self.channels])
-        if self.backup_islands:
-            self._check_backup()
+        how = (self.clips_together, self.norm_limit, self.late_rounds)
+        if self.backup_islands and (problem := rules.backup_problem(self.channels, *how)):
+            raise ValueError(f"backup_islands={self.backup_islands}: {problem}")
 
     def _check_channels(self, names: Sequence[str]) -> None:
         if any("." in name for name in names):
@@ -136,13 +137,6 @@ class ExchangeConfig:
                     f"payloads in flight, allowed are max_in_flight={self.max_in_flight}: shorten "
                     "the delay or exchange less often"
                 )
-
-    def _check_backup(self) -> None:
-        problem = rules.backup_problem(self.channels, self.norm_limit, self.late_rounds)
-        if self.clips_together:
-            problem = "clip_scope='islands' asks all islands in every step: use 'replica'"
-        if problem:
-            raise ValueError(f"backup_islands={self.backup_islands}: {problem}")
 
     def fixed(self, steps: int | None) -> ExchangeConfig:
         """A copy whose phases begin at steps.

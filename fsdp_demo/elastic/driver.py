@@ -28,7 +28,7 @@ from ..peers.poller import Poller
 from . import notes
 from .failure_detector import SOON, FailureDetector, ProgressWatch
 from .join_server import JoinServer
-from .late_rounds import Gate, LateRounds
+from .late_rounds import LateRounds
 from .message_io import EarlyPieces, Traffic
 from .message_state import RoundMessage
 from .network_loop import CLOSED, LAST_NOTE, NetworkLoop
@@ -110,9 +110,9 @@ class Driver(NetworkLoop):
         if self._failed:  # before it was posted: nobody does it any more
             message.tasks.put(PeerLost(self._failed))
 
-    def pass_by(self, backup: int, gate: Gate) -> None:
-        """Let exchanges go on without so many islands; this rank passes them by its `gate`."""
-        self.late_rounds = LateRounds(self, backup, gate)
+    def pass_by(self, late_rounds: LateRounds) -> None:
+        """From now on this island may be late."""
+        self.late_rounds, late_rounds.loop = late_rounds, self
 
     def leave(self, stopped: bool = False) -> None:
         """Tell the peers that this island trains no further, and whether it was `stopped` in order
@@ -280,9 +280,9 @@ class Driver(NetworkLoop):
         )
         self.traffic.expect(message)
         head = message.header
-        if self.late_rounds is not None and head.kind == PAYLOAD:
-            if not (head.late or head.flags & ENDING):
-                self.late_rounds.launched(message.n, head.step)
+        counts = head.kind == PAYLOAD and not (head.late or head.flags & ENDING)
+        if self.late_rounds is not None and counts:
+            self.late_rounds.launched(message.n, head.step)
 
     def _cast(self, action: protocol_events.CastVote) -> None:
         vote = notes.Vote(*action.ballot, action.epoch)
@@ -402,8 +402,8 @@ class Driver(NetworkLoop):
         match note, member:
             case notes.Vote(n, rank, view, epoch), None:
                 self._take_later(epoch, protocol_events.Voted(Ballot(n, rank, view), epoch))
-            case notes.Passes(), None if self.late_rounds is not None:
-                self.late_rounds.hear_sibling(note)
+            case notes.Passes(step), None if self.late_rounds is not None:
+                self.late_rounds.take(step)
             case notes.Waits(), Member() if self.late_rounds is not None:
                 self.late_rounds.hear(note, member)
             case notes.ToldToEnd(), _:

@@ -88,7 +88,7 @@ class Exchange(Readings):
         self.opened, self.auto_choice = opened or config, auto_choice
         assembly.check(config, host)
         if config.backup_islands:
-            backup.refuse(config, topology)
+            backup.refuse(topology)
         if topology.islands > 1:  # alone nothing is sent: shapes are enough to plan with
             refuse_meta(host, model)
         refuse_unknown(host, model, config.own_tensors)

@@ -99,10 +99,6 @@ class InFlightQueue:
         self.last.update(dict.fromkeys(outgoing, step + 1))
         self.sender.send(flight, fields)
 
-    def passed(self, flight: PendingExchange) -> None:
-        """Take a message that this island has passed for one that it has launched."""
-        self.flights.append(flight)
-
     # ---- what is under way ---------------------------------------------------------------------
 
     def under_way(self, channel: ChannelRunner) -> list[ChannelPayload]:

@@ -152,8 +152,7 @@ class StepRuntime:
         self.channels, self.buffers = bound.channels, bound.buffers
         self.queue.work_with([*self.channels, *self.buffers], config.norm_limit)
         self.before_step = [c for c in self.channels if c.channel.before_step]
-        leads, backup = self.topology.rank == 0, config.backup_islands
-        self.backup = BackupIslands(self.queue, config, leads) if backup else None
+        self.backup = BackupIslands(self.queue, config) if config.backup_islands else None
         self.after_step = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
         self.gradients_only = len(self.before_step) == len(self.channels)
         for c in self.channels:
@@ -164,8 +163,6 @@ class StepRuntime:
         the gradients of this step (-1: of none); None: all that stays as it is.
         """
         self.step = step
-        if self.backup is not None:
-            self.backup.forget()
         if begun is not None:
             self.begun, self.acted = begun, -1
             self.hooks.begin_anew()
@@ -447,7 +444,10 @@ class StepRuntime:
         fields = self.status.header(outgoing, by_tokens, self.island, self.host.device)
         if not by_tokens and self._joined_within(outgoing):
             fields = replace(fields, weight=-1.0)
-        elif by_tokens and self._only_late_ones(outgoing):
+        elif by_tokens and all(
+            out.partial and self.queue.applied.get(name) == self.step - 1
+            for name, out in outgoing.items()
+        ):  # the last exchange right behind another: only late islands have counted tokens since
             fields = replace(fields, weight=1.0)
         self.queue.launch(
             outgoing,
@@ -459,15 +459,6 @@ class StepRuntime:
                 norm=self._norm(outgoing),
                 rate=mean_rate(self.host),
             ),
-        )
-
-    def _only_late_ones(self, outgoing: dict[str, ChannelPayload]) -> bool:
-        """Whether this is an exchange right behind another one, at the end, for what late islands
-        have left: the others have counted no token since, and are islands all the same.
-        """
-        applied = self.queue.applied
-        return all(
-            out.partial and applied.get(name) == self.step - 1 for name, out in outgoing.items()
         )
 
     def _joined_within(self, outgoing: dict[str, ChannelPayload]) -> bool:
@@ -554,7 +545,7 @@ class StepRuntime:
         feed = self.donor_feed
         unasked = self.peers is not None and (feed is None or not feed.wanted)
         # behind the question above: a newcomer would lack the message that was passed
-        unasked |= self.backup is not None and self.backup.pending >= 0
+        unasked |= self.backup is not None and self.backup.rounds.passed >= 0
         flags, leaves, told, unwanted, slowest = self.island.max(
             float(self.queue.watch.stop),
             float(alone),

@@ -355,9 +355,7 @@ class MessageSender:
             peers.meter.exchanges += 1
 
     def pass_by(self, flight: PendingExchange) -> None:
-        """Send zeros without weight under the number of a message for which this island is late:
-        from any thread. The answer comes in `flight.future`.
-        """
+        """Pass: send zeros without weight. From any thread; the answer is in `flight.future`."""
         worker, peers, layout = self._connections.worker, self._connections.peers, flight.layout
         if worker is None or peers is None:
             return
@@ -365,12 +363,10 @@ class MessageSender:
 
         def job() -> ReceivedMessage:
             flight.seconds.append(time.perf_counter())
-            body = torch.zeros(layout.body_bytes, dtype=torch.uint8, device="cpu")
-            zeros = [
-                (torch.zeros(n, dtype=torch.float32, device="cpu"), code)
-                for n, code in layout.vectors
-            ]
-            return self._exchanged(peers, flight, head, body, zeros)
+            zeros = partial(torch.zeros, device="cpu")
+            sent = [(zeros(n, dtype=torch.float32), code) for n, code in layout.vectors]
+            body = zeros(layout.body_bytes, dtype=torch.uint8)
+            return self._exchanged(peers, flight, head, body, sent)
 
         flight.future = worker.submit(job)
         peers.meter.exchanges += 1
@@ -449,9 +445,7 @@ class MessageSender:
         sent: Vectors,
         sections: Sequence[Tensor] | None = None,
     ) -> ReceivedMessage:
-        """Exchange a message, in the worker's thread; the answer. sections: of the body, to be
-        compared with those of the others; None: they are not.
-        """
+        """The answer to a message. sections: of its body, to be compared with the others'."""
         message, compares = flight.layout, self._watch.compares and sections is not None
 
         def weigh(headers: Sequence[Header]) -> list[list[float]]:

@@ -70,9 +70,7 @@ FAR = 256
 # never sent: some contribution to a message is a pass (`Header.late`)
 LATE = 512
 
-PASSED = -2.0
-"""The weight of a pass: this island is late for the message, contributes zeros, and counts in no
-mean."""
+PASSED = -2.0  # the weight of a pass, which counts in no mean
 
 SETUP, PAYLOAD, PARTS, MEANS, NORM, QUESTION, PARAMETERS, DIGESTS, END, RESET = range(10)
 KINDS = (
@@ -165,8 +163,7 @@ class Header:
 
     @property
     def late(self) -> bool:
-        """Whether the sender is late for this message: it counts in no mean, and what it has
-        trained goes with its next one."""
+        """Whether the sender passes: what it has trained goes with its next message."""
         return self.weight == PASSED
 
     @property

@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,9 @@ from fsdp_demo.compression.dense import round_trip
 from fsdp_demo.config.channel import Channel
 from fsdp_demo.config.parts import Accumulator, Applier, Codec, Reducer, SyncSchedule
 from fsdp_demo.exchange import message, watch
-from fsdp_demo.exchange.backup import refuse
 from fsdp_demo.peers.header import COUNTED, FAR, PASSED, Header, norm_code
 
-from ..support.inside import in_ranks, in_threads
+from ..support.inside import in_ranks
 from ..support.refused import refusal
 from ..support.two_layers import step
 
@@ -63,7 +63,7 @@ def tokens(island: int, t: int) -> int:
 
 def until_passed(exchange: Any) -> None:
     """Wait in training, as one that is slow: the island has passed the coming exchange."""
-    while exchange._runtime.backup.pending < 0:
+    while exchange._runtime.backup.rounds.passed < 0:
         time.sleep(0.01)
 
 
@@ -92,9 +92,9 @@ def noted(exchange: Any) -> dict[int, list[int]]:
 
 def late_only(exchange: Any, *steps: int) -> None:
     """Let this island be late for the exchanges of these steps alone, however slow the machine."""
-    gate = exchange._runtime.backup._gate
-    decide = gate.decide
-    gate.decide = lambda step: step in steps and decide(step)
+    rounds = exchange._runtime.backup.rounds
+    decide = rounds.decide
+    rounds.decide = lambda step: step in steps and decide(step)
 
 
 def trained(me: Any, method: ExchangeConfig, late: dict[int, int], steps: int = STEPS) -> Any:
@@ -205,25 +205,28 @@ def test_backup_islands_as_simulated(run_ranks, case: str) -> None:
         assert equal and torch.equal(last, end) and count == sum(map(len, told.values()))
 
 
+@pytest.mark.parametrize("procs", [2, [1, 2]])
 @in_ranks(2, 2, env=ENV)
-def test_backup_islands_ranks_pass_together(me: Any) -> Any:
-    """Two ranks of one island, whose weight is cut between them, pass an exchange together, and
-    islands end with one model.
+def test_backup_islands_ranks_pass_together(me: Any, procs: Any) -> Any:
+    """Two ranks of one island, whose weight is cut between them, or of which one is a copy without
+    peers, pass an exchange together, and islands end with one model.
     """
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64, bias=False)
-    fully_shard(model, mesh=me.mesh())
+    if procs == 2:
+        fully_shard(model, mesh=me.mesh())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     exchange = fsdp_demo.attach(optimizer, config(), model=model)
-    told = noted(exchange)
+    assert (exchange.peers is None) == (procs != 2 and me.proc == 1)
     for t in range(10):
         if me.island == 1 and t == 3:
-            until_passed(exchange)
+            until_passed(exchange) if exchange.peers is not None else None
         x = torch.randn(4, 64, generator=torch.Generator().manual_seed(100 * t + me.island))
         step(optimizer, (model(x) - x).square().mean())
+    assert exchange.island.max(exchange.metrics()["late"]) == [1.0]
     exchange.finish()
-    assert told[3] == [1] and exchange.digests_equal()
-    return told, model.weight.full_tensor().detach()
+    whole = model.weight.full_tensor() if procs == 2 else model.weight
+    return whole.detach(), exchange.digests_equal()
 
 
 # ---- an island that is late, and what else may happen to it --------------------------------------
@@ -377,19 +380,19 @@ def test_backup_islands_newcomer_while_one_is_late(run_ranks, tmp_path: Path) ->
 # ---- what is refused, and what a pass is to others ----------------------------------------------
 
 WRONG = {
-    "demo": "in every step",
-    "full": "in every step",
-    "local_sgd": "applier.acts_as='outer_step'",
-    "desloc": "applier.acts_as='outer_step'",
-    "local_adam": "applier.acts_as='outer_step'",
-    "streaming_diloco": "applier.mix=0",
+    "demo": ("source 'gradient'", "sync_every=1"),
+    "full": ("source 'gradient'",),
+    "local_sgd": ("applier.acts_as='replace'",),
+    "desloc": ("applier.acts_as='replace'",),
+    "local_adam": ("applier.acts_as='replace'",),
+    "streaming_diloco": ("mix=0.5", "delay=5"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_backup_islands_presets_refused(name: str) -> None:
     """Presets under which the work of a late island would be lost, or nobody waits, are refused."""
-    refusal(lambda: preset(name, backup_islands=1), "backup_islands=1", WRONG[name])
+    refusal(lambda: preset(name, backup_islands=1), "backup_islands=1", *WRONG[name])
 
 
 def test_backup_islands_bad_settings_refused() -> None:
@@ -397,37 +400,27 @@ def test_backup_islands_bad_settings_refused() -> None:
     refusal(lambda: preset("diloco", backup_islands=-1), "backup_islands=-1", "0")
     refusal(lambda: preset("diloco", late_rounds=0), "late_rounds=0", "1")
     released = {"rule": "released", "backup_islands": 1}
-    refusal(lambda: preset("decoupled_momentum", **released), "feedback 'none' or 'subtract'")
+    refusal(lambda: preset("decoupled_momentum", **released), "feedback='put_back'")
     delayed = {"schedule.delay": 2, "backup_islands": 1}
-    refusal(lambda: preset("diloco", **delayed), "schedule.delay=2", "use one of the two")
+    refusal(lambda: preset("diloco", **delayed), "delay=2")
     refusal(lambda: preset("diloco", backup_islands=1, norm_limit=3.0), "norm_limit >= 4")
-    refusal(
-        lambda: preset("diloco", backup_islands=1, clip=1.0, clip_scope="islands"), "clip_scope"
-    )
+    together = {"backup_islands": 1, "clip": 1.0, "clip_scope": "islands"}
+    refusal(lambda: preset("diloco", **together), "use clip_scope='replica'")
     for name in ("diloco", "muloco", "sign_muloco", "sparse_loco", "sign_loco"):
         assert preset(name, backup_islands=1).backup_islands == 1
     assert preset("diloco").backup_islands == 0
 
 
-ISLANDS = {"ISLAND_COUNT": "3", "ISLAND_RANK": "0", "ISLAND_ENDPOINT": "127.0.0.1:1"}
-
-
-@pytest.mark.parametrize(("more", "backup", "said"), [
-    ({"ISLAND_MIN": "3"}, 1, "ISLAND_MIN=3 of ISLAND_COUNT=3 says that all must stay"),
-    ({}, 3, "backup_islands=3 of 3 islands leaves none to wait for: allowed are 0 to 2"),
-])  # fmt: skip
-def test_backup_islands_where_all_must_stay(more: dict[str, str], backup: int, said: str) -> None:
-    """Islands of which none may be missing, or as many as there are, are refused."""
-    topology = fsdp_demo.Topology.from_env({**ISLANDS, **more})
-    refusal(lambda: refuse(preset("diloco", backup_islands=backup), topology), said)
-
-
-@in_threads()
-def test_backup_islands_mesh_refused(topology: Any) -> None:
-    """In a mesh all replicas must stay, so none may be late."""
-    optimizer = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())
-    method = preset("diloco", backup_islands=1)
-    refusal(lambda: fsdp_demo.attach(optimizer, method, topology=topology), "in a mesh all must")
+def test_backup_islands_where_all_must_stay() -> None:
+    """In a mesh, and where as many islands must be left as there are, none may be late."""
+    at = {"ISLAND_COUNT": "3", "ISLAND_RANK": "0", "ISLAND_ENDPOINT": "127.0.0.1:1"}
+    three = fsdp_demo.Topology.from_env({**at, "ISLAND_MIN": "3"})
+    model = torch.nn.Linear(2, 2)
+    for topology in (three, fsdp_demo.Topology("mesh", 0, 2)):
+        optimizer = torch.optim.AdamW(model.parameters())
+        method = preset("diloco", backup_islands=1)
+        attach = partial(fsdp_demo.attach, optimizer, method, topology=topology)
+        refusal(attach, "In a mesh, and with ISLAND_MIN as large as ISLAND_COUNT, all must stay")
 
 
 def test_backup_islands_pass_has_no_share() -> None:

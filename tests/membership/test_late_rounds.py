@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 
-from fsdp_demo.elastic.late_rounds import Gate, LateRounds
+from fsdp_demo.elastic.late_rounds import LateRounds
 from fsdp_demo.elastic.notes import Passes, Waits
 from fsdp_demo.membership.protocol_types import Member, first_record
 
@@ -53,7 +53,7 @@ class OneIsland:
         self.wants = [False, False]
         self.snapshots: list[Any] = [None, None]
         self.left: list[Any] = [None, None]
-        self.gates = [Gate(most), Gate(most)]
+        self.gates = [LateRounds(1, most), LateRounds(1, most)]
 
     # ---- states --------------------------------------------------------------------------------
 
@@ -186,18 +186,17 @@ class OneIsland:
             return
         if step >= 0 and not (self.mutant == "ends without asking" and choice == "end"):
             self.gates[r].take(step)
-        elif step < 0:
-            self.gates[r].reset()
-            if choice == "go":
-                self.submits(r, "own")()
+        elif step < 0 and choice == "go":
+            self.submits(r, "own")()
         self.at[r] = "resets"
 
     def resets(self, r: int) -> None:
+        self.gates[r].step = -1
         if self.mine[r] == "end":
             self.submits(r, "end")()
             self.at[r] = "done"
         else:
-            self.gates[r].reset()
+            self.gates[r].passed = -1
             self.at[r] = "waits"
 
     def applies(self, r: int) -> None:
@@ -277,9 +276,9 @@ class Network:
         )
         self.detector: Any = SimpleNamespace(notes={}, siblings={1: "rank 1"}, send=self.send)
         self.said: list[Any] = []
-        self.gate = Gate(1)
-        self.rounds = LateRounds(cast(Any, self), backup, self.gate)
-        self.gate.open(7, lambda: self.said.append("pass"))
+        self.rounds = LateRounds(backup, most=1)
+        self.rounds.loop = cast(Any, self)
+        self.rounds.open(7, lambda: self.said.append("pass"))
 
     def send(self, note: Any, to: Any) -> None:
         self.said.append((note, list(to)))
@@ -332,18 +331,18 @@ def test_late_rounds_no_pass(but: str) -> None:
     and not twice in a row.
     """
     network = Network(backup=3, rank=int(but == "rank 1"))
-    gate = network.gate
+    rounds = network.rounds
     network.come(B)
     network.machine.state = "frozen" if but == "frozen" else "running"
     network.machine.begun = but != "not begun"
     if but == "unlike steps":
         network.come(C, step=8)
     if but == "training came":
-        assert gate.close() == -1
+        assert rounds.close() == -1
     if but == "in a row":
-        assert network.passes() and gate.close() == 7
-        gate.reset()
-        gate.open(11, lambda: None)
+        assert network.passes() and rounds.close() == 7
+        rounds.passed = -1
+        rounds.open(11, lambda: None)
         network.machine.next, network.said = 2, []
         network.come(B, n=2, step=11)
     assert not network.passes(but == "busy")
@@ -353,13 +352,13 @@ def test_late_rounds_told_before_it_is_open() -> None:
     """A rank that hears of a pass while it still applies what comes before, passes when it has; it
     forgets what it hears too late.
     """
-    gate, sent = Gate(1), list[int]()
-    gate.open(3, lambda: sent.append(3))
-    gate.take(7)
-    gate.take(3)
-    gate.take(3)
-    assert sent == [3] and gate.passed == 3
-    gate.reset()
-    gate.take(3)
-    gate.open(7, lambda: sent.append(7))
-    assert sent == [3, 7] and gate.close() == 7
+    rounds, sent = LateRounds(1, most=1), list[int]()
+    rounds.open(3, lambda: sent.append(3))
+    rounds.take(7)
+    rounds.take(3)
+    rounds.take(3)
+    assert sent == [3] and rounds.passed == 3
+    rounds.passed = -1
+    rounds.take(3)
+    rounds.open(7, lambda: sent.append(7))
+    assert sent == [3, 7] and rounds.close() == 7
