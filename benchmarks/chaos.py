@@ -124,7 +124,8 @@ def undisturbed(args: argparse.Namespace, folder: Path, steps: int) -> Report:
 def _lab(args: argparse.Namespace, folder: Path, pad: float, steps: int) -> Lab:
     changes = settings(args.preset) | ({"backup_islands": args.backup} if args.backup else {})
     words = ["--preset", args.preset, "--settings", json.dumps(changes)]
-    words += ["--pad", str(pad), "--slow", str(args.slow), "--seed", str(args.seed)]
+    words += ["--pad", str(pad), "--slow", str(args.slow), *["--turns"] * args.turns]
+    words += ["--seed", str(args.seed)]
     words += ["--steps", str(steps), "--save-every", str(args.save_every), "--lr", str(args.lr)]
     return Lab(
         folder,
@@ -333,7 +334,8 @@ def _parser() -> Parser:
     parser.add_argument(
         "--pad", type=float, default=0.05, help="seconds that a step takes at least"
     )
-    parser.add_argument("--slow", type=float, default=1.0, help="speed of the last island, of 1")
+    parser.add_argument("--slow", type=float, default=1.0, help="speed of one island: the last")
+    parser.add_argument("--turns", action="store_true", help="the slow one changes in each round")
     parser.add_argument("--backup", type=int, default=0, help="backup_islands")
     parser.add_argument("--lr", type=float, default=0.0, help="default: the preset's published one")
     parser.add_argument(

@@ -25,7 +25,7 @@ from ..channels.channel import ChannelPayload, ChannelRunner, Incoming
 from ..elastic.peer_group import PeerGroup
 from ..errors import PeerLost
 from ..peers.collectives import ReceivedMessage
-from ..peers.header import EARLY, FAR, LATE, LEAVING, NOT_FINITE, STOP, Header
+from ..peers.header import EARLY, FAR, LEAVING, NOT_FINITE, STOP, Header
 from .ledger import ExchangeRecord, Ledger
 from .message import HeaderFields, MessageLayout
 from .saved_state import History, InFlightState
@@ -215,7 +215,6 @@ class InFlightQueue:
         except Exception as e:
             error = e  # of any kind: the other ranks must learn of it in the vote
         asked = max((h.flags & (STOP | LEAVING) for h in headers), default=0)
-        asked |= LATE * any(h.late for h in headers)
         failed, stop, rewritten, islands = self.connections.island.max(
             float(error is not None),
             float(asked),
@@ -225,10 +224,7 @@ class InFlightQueue:
         if failed:
             self.broken = True
             raise error or PeerLost("another rank of this island lost its peer")
-        self.watch.take_loss_and_stop(headers, int(stop) & (STOP | LEAVING))
-        if int(stop) & LATE:  # somebody has more to send: a last exchange is due at once
-            for name in flight.members:
-                self.last[name] = min(self.last[name], flight.step)
+        self.watch.take_loss_and_stop(headers, int(stop))
         if rewritten:
             self.watch.tell_of_written(self.connections.island)
         if islands and flight.step >= 0:  # copies that are not active hear of it here
@@ -236,8 +232,9 @@ class InFlightQueue:
         if headers and flight.step >= 0:
             if arrived.slots != self.history.slots:
                 self.history.hear(flight.step, arrived.slots)
-            told = zip(arrived.slots, headers, strict=False)
+            told = [*zip(arrived.slots, headers, strict=False)]
             self.history.early = tuple(slot for slot, h in told if h.flags & EARLY)
+            self.history.late = tuple(slot for slot, h in told if h.late)
         return arrived
 
     def _arrived(self, flight: PendingExchange) -> Any:

@@ -67,8 +67,6 @@ EARLY = 128
 # never sent: the receivers have found the norm far from the members', and leave the contribution
 # out (`exchange/watch.py`)
 FAR = 256
-# never sent: some contribution to a message is a pass (`Header.late`)
-LATE = 512
 
 PASSED = -2.0  # the weight of a pass, which counts in no mean
 

@@ -283,14 +283,15 @@ def test_backup_islands_late_one_ends(run_ranks, how: str, weight: str) -> None:
     assert torch.allclose(one[1], torch.full(SIZE, -sum(rounds) - sum(OTHERS)), rtol=1e-6, atol=0)
 
 
-def stopped(me: Any, folder: Path, how: str) -> Any:
+def stopped(me: Any, folder: Path, how: str, steps: int = STEPS) -> Any:
     """Train until all islands end while one is late, each with its state; `how` "goes on": from
     those states to the end.
 
     Args:
         how: "told": all are told to end, the late one in the step before it comes to the exchange,
             the others in the step behind it. "killed": all are, and hold what they were after six
-            steps, the late one when it had passed.
+            steps, the late one when it had passed. "behind": they hold what they were right behind
+            the exchange. steps: of the run.
     """
     mine, over = folder / f"state{me.island}", folder / "over"
     w, optimizer, exchange = attached(me, config(), mine if how == "goes on" else None)
@@ -301,13 +302,16 @@ def stopped(me: Any, folder: Path, how: str) -> Any:
         torch.save((w.detach().clone(), exchange.state_dict()), mine)
 
     with fsdp_demo.guard(exchange, save=save):
-        while (t := exchange.step) < STEPS:
+        while (t := exchange.step) < steps:
             if t == AT and victim and how != "goes on":
                 until_passed(exchange)
             if (how, t) == ("told", AT if victim else 8):
                 os.kill(os.getpid(), signal.SIGTERM)
-            if (how, t) == ("killed", AT):
+            if (how, t) in (("killed", AT), ("behind", 8)):
                 save()
+            if how == "behind" and t == 8:
+                me.meet("saved")
+                os._exit(9)
             if how == "killed" and t == (AT if victim else 8):
                 over.touch() if victim else waits_for(over)
                 os._exit(9)
@@ -335,6 +339,18 @@ def test_backup_islands_all_end_and_go_on(run_ranks, tmp_path: Path, how: str) -
     assert all(f[0] == rest and f[2] for f in found)
     _, end = simulated({3: [], 7: [VICTIM]} | rest, config(), STEPS)
     assert all(torch.equal(f[1], end) for f in found)
+
+
+@pytest.mark.slow
+def test_backup_islands_resume_to_finish(run_ranks, tmp_path: Path) -> None:
+    """Islands that end right behind the last exchange, for which one was late, are resumed and
+    finish: what it has trained still counts.
+    """
+    found = run_ranks(stopped, 3, 1, env=ENV, args=(tmp_path, "behind"), check=False, grace=60.0)
+    assert [f.status for f in found] == [9] * 3, [f.log for f in found]
+    found = run_ranks(stopped, 3, 1, env=ENV, args=(tmp_path, "goes on", 8))
+    _, end = simulated({3: [], 7: [VICTIM]}, config(), 8)
+    assert all(f[0] == {8: []} and f[2] and torch.equal(f[1], end) for f in found)
 
 
 def grown(me: Any, folder: Path) -> Any:
