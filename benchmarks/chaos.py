@@ -122,8 +122,10 @@ def undisturbed(args: argparse.Namespace, folder: Path, steps: int) -> Report:
 
 
 def _lab(args: argparse.Namespace, folder: Path, pad: float, steps: int) -> Lab:
-    words = ["--preset", args.preset, "--settings", json.dumps(settings(args.preset))]
-    words += ["--pad", str(pad), "--seed", str(args.seed)]
+    changes = settings(args.preset) | ({"backup_islands": args.backup} if args.backup else {})
+    words = ["--preset", args.preset, "--settings", json.dumps(changes)]
+    words += ["--pad", str(pad), "--slow", str(args.slow), *["--turns"] * args.turns]
+    words += ["--seed", str(args.seed)]
     words += ["--steps", str(steps), "--save-every", str(args.save_every), "--lr", str(args.lr)]
     return Lab(
         folder,
@@ -209,6 +211,8 @@ def evaluate(told: Report, calm: Report | None) -> Report:
         "rejoin_s_longest": max(filter(math.isfinite, rejoins), default=None),
         "not_back": sum(math.isinf(t) for t in rejoins),
         "rounds": len(tape.rounds),
+        "late": sum(len(r.late) for r in tape.rounds),
+        "seconds": round(tape.ends - min(f["time"] for f in told["facts"]), 1),
         "rounds_repeated": sum(r.again for r in tape.rounds),
         "tokens": tokens,
         "committed_share": None,
@@ -276,7 +280,8 @@ def show(found: Report, args: argparse.Namespace) -> str:
         f"steps of {args.pad:g} s and more, store {args.store_delay:g} ms away; {processor()}, "
         f"{len(os.sched_getaffinity(0))} cores, torch {torch.__version__}",
         table(rows),
-        f"rounds {found['rounds']}, made again {found['rounds_repeated']}; steps {found['steps']}, "
+        f"rounds {found['rounds']}, made again {found['rounds_repeated']}, late in "
+        f"{found['late']}; steps {found['steps']} in {found['seconds']:g} s, "
         "tokens of completed rounds "
         f"{found['tokens']} ({share} of undisturbed)",
         f"participating / alive {found['participating_share']:.1%}; digests compared at "
@@ -329,6 +334,9 @@ def _parser() -> Parser:
     parser.add_argument(
         "--pad", type=float, default=0.05, help="seconds that a step takes at least"
     )
+    parser.add_argument("--slow", type=float, default=1.0, help="speed of one island: the last")
+    parser.add_argument("--turns", action="store_true", help="the slow one changes in each round")
+    parser.add_argument("--backup", type=int, default=0, help="backup_islands")
     parser.add_argument("--lr", type=float, default=0.0, help="default: the preset's published one")
     parser.add_argument(
         "--save-every", type=int, default=50, help="steps between checkpoints; 0: none"
@@ -385,11 +393,12 @@ def _checked(parser: Parser) -> argparse.Namespace:
         or args.dead < 2
         or args.gap < 0
         or args.pad < 0
+        or not 0 < args.slow <= 1
         or args.store_delay < 0
     ):
         parser.error(
             "--islands from 2, --ranks from 1, --dead from 2; --events, --gap, --pad and "
-            "--store-delay from 0"
+            "--store-delay from 0; --slow above 0 and up to 1"
         )
     if not sys.platform.startswith("linux"):
         parser.error(
@@ -397,7 +406,7 @@ def _checked(parser: Parser) -> argparse.Namespace:
             "through /proc"
         )
     try:
-        preset(args.preset)
+        preset(args.preset, backup_islands=args.backup)
     except ValueError as error:
         parser.error(f"--preset: {error}")
     return args

@@ -32,6 +32,7 @@ class Round:
     first: float  # when the first island had it
     slots: tuple[int, ...]
     counted: tuple[int, ...]
+    late: tuple[int, ...] = ()
     again: bool = False
     changed: bool = False  # settled in a change of members
     told: int = 0
@@ -95,7 +96,8 @@ class Tape:
     def _add(self, found: dict[tuple[int, int], Round], f: Fact) -> None:
         slots, counted = tuple(f["slots"]), tuple(f["counted"])
         at = bisect.bisect(self.begun, f["time"]), f["n"]  # a run that is begun anew counts anew
-        r = found.setdefault(at, Round(f["n"], f["step"], f["time"], slots, counted))
+        late = tuple(f.get("late", ()))
+        r = found.setdefault(at, Round(f["n"], f["step"], f["time"], slots, counted, late))
         r.unlike |= (slots, counted, f["step"]) != (r.slots, r.counted, r.step) and (
             f["slot"],
             f["life"],
@@ -192,13 +194,17 @@ class Tape:
 
     def tokens_by_step(self) -> list[tuple[int, int]]:
         """(steps done, tokens of completed rounds up to then): those of a step count with the first
-        round from that step on, if the island is among those that count in it."""
+        round from that step on for which the island is not late, if it is among those that count
+        in it."""
         marks = sorted((r.step, r.number) for r in self.rounds)
         counted = {r.number: r.counted for r in self.rounds}
+        late = {r.number: r.late for r in self.rounds}
         sums: dict[int, int] = defaultdict(int)
         for slot, steps in self.tokens.items():
             for step, tokens in steps:
                 at = bisect.bisect_left(marks, (step - 1, -1))
+                while at < len(marks) and slot in late[marks[at][1]]:
+                    at += 1
                 if at < len(marks) and slot in counted[marks[at][1]]:
                     sums[marks[at][0] + 1] += tokens
         out, total = [(0, 0)], 0

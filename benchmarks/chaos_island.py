@@ -195,7 +195,8 @@ def noted(facts: Facts) -> None:
                 for s, h in zip(told["slots"], headers, strict=True)
                 if h.weight > 0 and not h.flags & out
             ]
-            facts.tell("message", counted=counted, **told)
+            late = [s for s, h in zip(told["slots"], headers, strict=True) if h.late]
+            facts.tell("message", counted=counted, late=late, **told)
         waiting.clear()
 
     PeerGroup._finished, PeerGroup._run, Norms.note = finish, exchange, note
@@ -262,13 +263,20 @@ class Training:
         self.exchange = attach(self.optimizer, config, model=self.model, topology=self.topology)
         self.facts.tell("attached", step=self.exchange.step)
 
+    def pad(self) -> float:
+        """Seconds that the coming step takes at least: more on the slow island."""
+        turn, islands = -1, self.topology.islands
+        if self.args.turns:
+            turn = self.exchange.step // self.exchange.channels[0].channel.schedule.sync_every
+        return self.args.pad / (self.args.slow if self.slot == turn % islands else 1.0)
+
     def run(self) -> None:
         """Train until all finish; the last line says how it ended."""
         with guard(self.exchange, save=lambda: self.state.save(self.exchange, last=True)):
             while self.exchange.step < self.last_step():
-                began = time.monotonic()
+                began, pad = time.monotonic(), self.pad()
                 self.step()
-                time.sleep(max(0.0, self.args.pad - (time.monotonic() - began)))
+                time.sleep(max(0.0, pad - (time.monotonic() - began)))
             self.facts.tell("finishing", step=self.exchange.step)
             self.exchange.finish()
         self.look()
@@ -341,6 +349,8 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=0, help="0: until the file `finish` says when")
     parser.add_argument("--pad", type=float, default=0.05)
+    parser.add_argument("--slow", type=float, default=1.0, help="speed of the slow island")
+    parser.add_argument("--turns", action="store_true", help="each island is it in its turn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--look-every", type=int, default=5)
     parser.add_argument("--save-every", type=int, default=50)

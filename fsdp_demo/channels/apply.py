@@ -38,6 +38,7 @@ class Arrival:
         number: of this round of the channel's schedule; None: a part of a round, at the end, which
             has neither rate nor momentum.
         last: whether this is the channel's last message of the run.
+        late: whether this replica has contributed nothing to it.
     """
 
     own: Tensor | None = None
@@ -46,6 +47,7 @@ class Arrival:
     mix: float = 0.0
     number: int | None = None
     last: bool = False
+    late: bool = False
 
 
 def as_gradient(c: LocalChannel, mean: DecodedMean | None, arrival: Arrival) -> None:
@@ -98,19 +100,20 @@ def replace(
 
 def outer(c: LocalChannel, mean: DecodedMean | None, arrival: Arrival) -> None:
     """Step the anchor, then set the parameters to anchor - P, mixed with `mix` of the local ones; P
-    is the sum of the deltas in flight, of which `own_share` stays. A channel that keeps steps sets
-    the parameters to anchor - P - W, where W is their change since this replica has sent last.
+    is the sum of the deltas in flight, of which `own_share` stays. A channel that keeps steps, and
+    a late replica, set the parameters to anchor - P - W, where W is their change since this replica
+    has sent last.
     """
     tensors, flying, mix = c.tensors("parameter"), arrival.flying, arrival.mix
-    keeps, share = c.channel.keeps_steps and not arrival.last, c.channel.applier.own_share
+    keeps = (c.channel.keeps_steps or arrival.late) and not arrival.last
+    share, sent = c.channel.applier.own_share, [] if arrival.own is None else [arrival.own]
     # nobody needs the coefficients
     plain = c.channel.feedback != "put_back" and not c.channel.applier.local_delta
 
     def change(window: Window, x: Tensor) -> Tensor:
         since = None
         if keeps:
-            assert arrival.own is not None
-            since = _since_sent(c, window, tensors, [arrival.own, *flying])
+            since = _since_sent(c, window, tensors, [*sent, *flying])
         anchor = _step_anchor(c, window, x, arrival.own, arrival.number, None if plain else made)
         if not mix and not flying and since is None:
             return anchor

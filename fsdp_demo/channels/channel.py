@@ -87,6 +87,7 @@ class Incoming:
         flying: the payloads that the channel still has under way, oldest first.
         last: nothing local is mixed in, since nothing comes after this answer, or this replica's
             payload was not finite.
+        late: this replica has contributed nothing, and keeps what it has trained.
     """
 
     sent: ChannelPayload
@@ -94,6 +95,7 @@ class Incoming:
     present: Sequence[bool] | None = None
     flying: Sequence[ChannelPayload] = ()
     last: bool = False
+    late: bool = False
 
 
 class ChannelRunner(LocalChannel):
@@ -362,9 +364,8 @@ class ChannelRunner(LocalChannel):
         then = self.of(sent.step)
         mean = then.mean(arrived.received, sent.step) if arrived.received is not None else None
         number = None if sent.partial else then.round(sent.step)
-        arrival = apply.Arrival(
-            sent.own, _own(arrived.flying), arrived.present, mix, number, arrived.last
-        )
+        last, late, flying = arrived.last, arrived.late, _own(arrived.flying)
+        arrival = apply.Arrival(sent.own, flying, arrived.present, mix, number, last, late)
         self.moved = apply.APPLIERS[then.channel.applier.acts_as](then, mean, arrival) or self.moved
 
     def round(self, step: int) -> int:

@@ -176,6 +176,33 @@ def order_problems(c: Channel, first: Channel | None) -> list[str]:
     return found
 
 
+def backup_problem(
+    channels: Sequence[Channel], clips_together: bool, norm_limit: float | None, late_rounds: int
+) -> str:
+    """Why no exchange of a configuration can go on without a late island; empty where it can."""
+    for c in channels:
+        a, when = c.applier, c.schedule
+        keeps = a.acts_as == "outer_step" and not a.mix and c.feedback != "put_back"
+        if not keeps or when.sync_every == 1 or when.delay:
+            return (
+                "it is for deltas that act by an outer step on an anchor, every few steps and "
+                "without a delay: elsewhere a late island's work would be lost or count twice, or "
+                f"nobody waits. Channel {c.name!r} has source {c.source!r}, applier.acts_as="
+                f"{a.acts_as!r}, mix={a.mix:g}, feedback={c.feedback!r}, sync_every="
+                f"{when.sync_every}, delay={when.delay}: use a preset such as diloco, or "
+                "backup_islands=0"
+            )
+    if clips_together:
+        return "clip_scope='islands' asks all islands in every step: use clip_scope='replica'"
+    least = 2 * (1 + late_rounds)
+    if norm_limit is not None and norm_limit < least:
+        return (
+            f"norm_limit={norm_limit:g} might leave out the work of {1 + late_rounds} rounds: use "
+            f"norm_limit >= {least}, or null"
+        )
+    return ""
+
+
 def overlap(a: Channel, b: Channel) -> str | None:
     """A pattern of parameter names that both channels surely cover; None: patterns do not tell."""
     for p in a.include:

@@ -63,6 +63,9 @@ class ExchangeConfig:
             many as its speed allows (docs/unlike-machines.md). It sets `reducer.weight` to tokens,
             and `reducer.clip`, which compares norms of equally many steps, to none.
         drop: a time limit for the micro-batches of a step; null: none.
+        backup_islands: most islands that an exchange goes on without (arXiv 2102.06280): what a
+            late one has trained counts in its next exchange.
+        late_rounds: exchanges in a row that one island may be late for.
 
     Example:
         >>> from fsdp_demo import ExchangeConfig, preset
@@ -84,6 +87,8 @@ class ExchangeConfig:
     own_tensors: tuple[str, ...] = ()
     local_steps: str = EQUAL
     drop: Drop | None = None
+    backup_islands: int = 0
+    late_rounds: int = 1
 
     def __post_init__(self) -> None:
         for c in self.channels:
@@ -91,6 +96,8 @@ class ExchangeConfig:
                 raise ValueError(f"channel {c.name!r}: {problem}")
         in_range("max_in_flight", self.max_in_flight, 1)
         in_range("seed", self.seed, 0)
+        in_range("backup_islands", self.backup_islands, 0)
+        in_range("late_rounds", self.late_rounds, 1)
         one_of("clip_scope", self.clip_scope, CLIP_SCOPES)
         one_of("local_steps", self.local_steps, LOCAL_STEPS)
         if self.clip is not None and not self.clip > 0:
@@ -116,6 +123,9 @@ class ExchangeConfig:
         self._check_channels([c.name for c in self.channels])
         if self.by_speed and (problem := by_speed_problem(self.channels, self.clips_together)):
             raise ValueError(problem)
+        how = (self.clips_together, self.norm_limit, self.late_rounds)
+        if self.backup_islands and (problem := rules.backup_problem(self.channels, *how)):
+            raise ValueError(f"backup_islands={self.backup_islands}: {problem}")
 
     def _check_channels(self, names: Sequence[str]) -> None:
         if any("." in name for name in names):

@@ -23,11 +23,12 @@ from ..membership.machine import Rank
 from ..membership.protocol_events import Event
 from ..membership.protocol_types import Ballot, Member, Record
 from ..peers.connection import PeerConnection
-from ..peers.header import WITHIN
+from ..peers.header import ENDING, PAYLOAD, WITHIN
 from ..peers.poller import Poller
 from . import notes
 from .failure_detector import SOON, FailureDetector, ProgressWatch
 from .join_server import JoinServer
+from .late_rounds import LateRounds
 from .message_io import EarlyPieces, Traffic
 from .message_state import RoundMessage
 from .network_loop import CLOSED, LAST_NOTE, NetworkLoop
@@ -52,7 +53,8 @@ class Driver(NetworkLoop):
 
     Attributes:
         traffic: the messages that are kept, and their pieces. stopping: which islands are told to
-            end. early_pieces: what an island that leaves sends ahead of its time.
+            end. early_pieces: what an island that leaves sends ahead of its time. late_rounds: the
+            exchanges that this island passes, where it may be late.
         join_server: where newcomers ask. None where members are fixed: nobody comes, and all must
             stay.
         changes: how many views this rank has adopted.
@@ -82,6 +84,7 @@ class Driver(NetworkLoop):
         self.traffic = Traffic(poller, self, self._take_later, self.refuse, longest_early)
         self.early_pieces = EarlyPieces(self, self.traffic)
         self.stopping = Stopping(self, told_to_end)
+        self.late_rounds: LateRounds | None = None
         self._progress = ProgressWatch(detector, labels)
         self._store_session = store_session(
             lambda event: self.do(lambda: self._take(event)),
@@ -106,6 +109,10 @@ class Driver(NetworkLoop):
         self.do(lambda: self._launch(message))
         if self._failed:  # before it was posted: nobody does it any more
             message.tasks.put(PeerLost(self._failed))
+
+    def pass_by(self, late_rounds: LateRounds) -> None:
+        """From now on this island may be late."""
+        self.late_rounds, late_rounds.loop = late_rounds, self
 
     def leave(self, stopped: bool = False) -> None:
         """Tell the peers that this island trains no further, and whether it was `stopped` in order
@@ -185,6 +192,10 @@ class Driver(NetworkLoop):
         for member in self.notes:
             self._hear_landed(member)
         self.detector.watch(now)
+        if self.late_rounds is not None:
+            joining = self.join_server and self.join_server.joining_island
+            # a donor's snapshot and what it sends behind it must fit
+            self.late_rounds.look(self.stopping.together or bool(joining and joining.asked))
         if self.machine.state == "running":
             self._watch(now)
 
@@ -268,6 +279,10 @@ class Driver(NetworkLoop):
             protocol_events.Launched(message.n, message.kind, message.header.kind not in WITHIN)
         )
         self.traffic.expect(message)
+        head = message.header
+        counts = head.kind == PAYLOAD and not (head.late or head.flags & ENDING)
+        if self.late_rounds is not None and counts:
+            self.late_rounds.launched(message.n, head.step)
 
     def _cast(self, action: protocol_events.CastVote) -> None:
         vote = notes.Vote(*action.ballot, action.epoch)
@@ -387,6 +402,10 @@ class Driver(NetworkLoop):
         match note, member:
             case notes.Vote(n, rank, view, epoch), None:
                 self._take_later(epoch, protocol_events.Voted(Ballot(n, rank, view), epoch))
+            case notes.Passes(step), None if self.late_rounds is not None:
+                self.late_rounds.take(step)
+            case notes.Waits(), Member() if self.late_rounds is not None:
+                self.late_rounds.hear(note, member)
             case notes.ToldToEnd(), _:
                 self.stopping.take(note, member)
             case notes.Frozen(view, lost), _:

@@ -29,8 +29,8 @@ Reason = Annotated[str, Meta(max_length=1024)]
 
 
 class Note(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What one rank tells another. Votes go to ranks of the same island, all others to peers;
-    `ToldToEnd` and `Frozen` go to both.
+    """What one rank tells another. `Vote` and `Passes` go to ranks of the same island, all others
+    to peers; `ToldToEnd` and `Frozen` go to both.
     """
 
 
@@ -58,6 +58,19 @@ class Frozen(Note, frozen=True, tag="frozen"):
 
     view: Number
     lost: Numbers
+
+
+class Waits(Note, frozen=True, tag="waits"):
+    """The sender has launched message n, its contribution to the exchange of that step."""
+
+    n: Number
+    step: Number
+
+
+class Passes(Note, frozen=True, tag="passes"):
+    """This island is late for the exchange of that step, and passes."""
+
+    step: Number
 
 
 class Beat(Note, frozen=True, tag="beat"):

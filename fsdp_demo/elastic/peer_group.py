@@ -33,6 +33,7 @@ from ..peers.header import ENDING, SETUP, Header, Meter
 from ..peers.join_messages import Expected
 from .driver import Driver
 from .join_server import DonorFeed
+from .late_rounds import LateRounds
 from .message_state import EarlyMessage, RoundMessage, Vectors, Weigh
 from .newcomer import Following
 
@@ -94,6 +95,7 @@ class PeerGroup:
         self.following: Following | None = None
         self._me, self._names, self._next = me, names, 0
         self._driver: Driver | None = None
+        self._late_rounds: LateRounds | None = None
         self._closed = False
         self.num_connections, self._longest_early = 1, 0
         self._new_vector: Callable[[int], Tensor] = new_vector
@@ -112,6 +114,8 @@ class PeerGroup:
     def drive(self, driver: Driver, num_connections: int = 1) -> None:
         """Make this rank a member."""
         self._driver, self.num_connections = driver, num_connections
+        if self._late_rounds is not None:
+            driver.pass_by(self._late_rounds)
         if driver.join_server is not None:
             self.donor_feed = DonorFeed(driver.join_server, self._user.submit, lambda: self._next)
 
@@ -131,6 +135,12 @@ class PeerGroup:
             new_vector: makes room for the mean of a payload of one vector, fp32 [n].
         """
         self._longest_early, self._new_vector = longest_early, new_vector
+
+    def pass_by(self, late_rounds: LateRounds) -> None:
+        """As `Driver.pass_by`, also where this rank is a member later."""
+        self._late_rounds = late_rounds
+        if self._driver is not None:
+            self._driver.pass_by(late_rounds)
 
     def agree_on(self, digest: int) -> None:
         """Name this configuration in every header from now on."""

@@ -163,7 +163,10 @@ class Phases:
 
     def end_of_step(self) -> None:
         """As `StepPhases.end_of_step`."""
-        stopped = self._runtime.stopped
+        stopped, backup = self._runtime.stopped, self._runtime.backup
+        if backup is not None and not stopped:
+            step, due = leaving.coming(self._runtime)
+            backup.open(step, [c.channel.name for c in due])
         if self.at_end is not None and not stopped:
             self.at_end()
         if stopped and self.raises_stopped:

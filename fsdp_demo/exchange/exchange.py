@@ -28,7 +28,7 @@ from ..hosts.base import TrainingHost
 from ..rendezvous.sibling_watch import collective
 from ..rendezvous.topology import Topology
 from ..status import leave, status_of
-from . import assembly, finish, leaving, replay, resume, startup, summary
+from . import assembly, backup, finish, leaving, replay, resume, startup, summary
 from .assembly import Phases
 from .consensus import IslandConsensus
 from .first_step import FirstStep, refuse_unknown
@@ -87,6 +87,8 @@ class Exchange(Readings):
         start = start or Start()
         self.opened, self.auto_choice = opened or config, auto_choice
         assembly.check(config, host)
+        if config.backup_islands:
+            backup.refuse(topology)
         if topology.islands > 1:  # alone nothing is sent: shapes are enough to plan with
             refuse_meta(host, model)
         refuse_unknown(host, model, config.own_tensors)

@@ -157,6 +157,8 @@ def conclude(runtime: StepRuntime) -> bool | None:
 def _exchange_last(runtime: StepRuntime) -> None:
     """Exchange what differs between the replicas: deltas since the last exchange, parameters."""
     queue = runtime.queue
+    # a copy without peers has not heard of it
+    owed = runtime.backup is not None and runtime.island.any(bool(queue.history.late))
     moving = [c for c in queue.channels if c.channel.writes_parameters]
     # Channels that queue deltas send first: landing the messages in flight sets the parameters to
     # the anchor less what is under way.
@@ -170,7 +172,8 @@ def _exchange_last(runtime: StepRuntime) -> None:
     late = [
         c
         for c in moving
-        if queue.last[c.channel.name] < runtime.step
+        if owed
+        or queue.last[c.channel.name] < runtime.step
         or (c.channel.source == "parameter" and not c.channel.equal_after_exchange)
     ]
     runtime.exchange(moving, late, math.inf, now=runtime.step - 1, last=True)

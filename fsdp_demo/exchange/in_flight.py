@@ -186,7 +186,7 @@ class InFlightQueue:
         if present is not None and island.position.num_copies > self.connections.active_copies:
             present = [bool(v) for v in island.max(*map(float, present))]
         del flight.parts[c.channel.name]
-        return Incoming(sent, received, present, self.under_way(c), last)
+        return Incoming(sent, received, present, self.under_way(c), last, flight.late)
 
     def ask(self, job: Callable[[PeerGroup], Any]) -> Any:
         """Run `job` on the peer group after what is in flight, with the island's vote. None on a
@@ -238,8 +238,9 @@ class InFlightQueue:
         if headers and flight.step >= 0:
             if arrived.slots != self.history.slots:
                 self.history.hear(flight.step, arrived.slots)
-            told = zip(arrived.slots, headers, strict=False)
+            told = [*zip(arrived.slots, headers, strict=False)]
             self.history.early = tuple(slot for slot, h in told if h.flags & EARLY)
+            self.history.late = tuple(slot for slot, h in told if h.late)
         return arrived
 
     def _paces(self, headers: Sequence[Header], slots: Sequence[int]) -> list[float]:

@@ -74,6 +74,8 @@ def stop_with_all(runtime: StepRuntime) -> int:
     Returns:
         The step count at which the furthest island has applied its last message; -1: not known.
     """
+    if runtime.backup is not None:
+        runtime.backup.settle()
     peers, worker, seconds = runtime.peers, runtime.connections.worker, patience(runtime)
     ends_at: int | None = -1
     if peers is not None and worker is not None:
@@ -102,6 +104,8 @@ def say(runtime: StepRuntime, seconds: float) -> bool:
         Whether the payload is held on all peer groups; False where there was none to send.
     """
     end = time.monotonic() + seconds
+    if runtime.backup is not None:
+        runtime.backup.settle()
     step, due = coming(runtime)
     weight, flags = _share(runtime, due) if due else (0.0, 0)
     if due and runtime.island.not_finite(
@@ -164,8 +168,10 @@ def next_due(channels: Sequence[ChannelRunner], step: int) -> int:
 
 def coming(runtime: StepRuntime) -> tuple[int, list[ChannelRunner]]:
     """The step, from 0, of the next payload, and its channels; none if it holds gradients."""
-    channels = [*runtime.channels, *runtime.buffers]
-    step = next_due(channels, runtime.step)
+    channels, begin = [*runtime.channels, *runtime.buffers], runtime.step
+    if runtime.backup is not None:  # this island is late for the one before
+        begin = max(begin, runtime.backup.rounds.passed + 1)
+    step = next_due(channels, begin)
     due = [c for c in channels if c.channel.schedule.due(step)]
     if any(c.channel.before_step for c in due):
         return step, []

@@ -147,16 +147,16 @@ def replica_weights(channel: Channel, headers: Sequence[Header]) -> list[float]:
     """The share of each replica in a channel's mean: 1, or the weight in its header where islands
     are weighed by tokens, and for the early part of a replica that has left. It is 0 for the plain
     gradient of a skipped step, for values that are not finite, for a norm that is far from the
-    others', and for a newcomer's part of a round, unless all are newcomers.
+    others', for a late replica, and for a newcomer's part of a round, unless all are newcomers.
 
     Raises:
         RuntimeError: weights are tokens and no island has counted any.
     """
     tokens = channel.reducer.weight == "tokens"
-    if tokens and not any(h.weight for h in headers):
+    if tokens and not any(h.weight for h in headers if not h.late):
         # an exchange right after another one, at the end: nobody has seen a token since
         if any(h.flags & COUNTED for h in headers):
-            return [1.0] * len(headers)
+            return [float(not h.late) for h in headers]
         raise RuntimeError(
             f"channel {channel.name!r} weighs islands by tokens, but none called "
             "report(tokens=...) since the last one"
@@ -164,10 +164,10 @@ def replica_weights(channel: Channel, headers: Sequence[Header]) -> list[float]:
     # with an accumulator what was not finite has not come into it
     plain = channel.before_step and channel.accumulator is None
     out = FAR | NOT_FINITE * (plain or not channel.before_step) | SKIPPED * plain
-    alone = all(h.weight < 0 for h in headers)
+    alone = all(h.weight < 0 for h in headers if not h.late)
     return [
         0.0
-        if h.flags & out
+        if h.flags & out or h.late
         else h.weight
         if tokens or h.flags & EARLY
         else float(alone or h.weight >= 0)

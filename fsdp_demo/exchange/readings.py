@@ -231,8 +231,8 @@ class Readings:
 
     def metrics(self) -> dict[str, Any]:
         """Numbers of this rank: the counts of `Meter`, `step`, `loss` (the mean over the islands at
-        the last exchange), `drift`, contributions that were left out (`not_finite`, `far`), and
-        where islands come and go their numbers (docs/metrics.md)."""
+        the last exchange), `drift`, contributions that were left out (`not_finite`, `far`) or
+        `late`, and where islands come and go their numbers (docs/metrics.md)."""
         seen = self._queue.watch
         return {
             "step": self.step,
@@ -242,6 +242,7 @@ class Readings:
             "not_finite": seen.left_out,
             "far": seen.far,
             **({"steps_taken": self.steps_taken} if self.config.by_speed else {}),
+            "late": seen.late,
             **self._members(),
         }
 
@@ -256,8 +257,8 @@ class Readings:
             *(meter.bytes_sent, meter.bytes_received, self.tokens, mine),
             *(seen.loss if known else 0.0, known),
         )
-        waited, count, left_out, far = island.max(
-            meter.seconds_waiting, meter.exchanges, seen.left_out, seen.far
+        waited, count, *counts = island.max(
+            meter.seconds_waiting, meter.exchanges, seen.left_out, seen.far, seen.late
         )
         out: dict[str, float] = {
             "bytes_sent": int(sent),
@@ -269,7 +270,8 @@ class Readings:
         }
         out |= {"loss": losses / ranks} if ranks else {}
         out |= {} if self.drift is None else {"drift": self.drift}
-        out |= {name: int(n) for name, n in (("not_finite", left_out), ("far", far)) if n}
+        names = zip(("not_finite", "far", "late"), counts, strict=True)
+        out |= {name: int(n) for name, n in names if n}
         return out | self._members()
 
     def _members(self) -> dict[str, int]:

@@ -178,6 +178,7 @@ def _drop(queue: InFlightQueue, apart: bool) -> None:
         )
     for flight in queue.flights:
         for c in [c for c in queue.channels if c.channel.name in flight.parts]:
-            c.undo(flight.parts[c.channel.name])
+            if not flight.late:
+                c.undo(flight.parts[c.channel.name])
             queue.last[c.channel.name] = -1
     queue.flights.clear()

@@ -46,6 +46,7 @@ from ..peers.votes import VotePace
 from ..rendezvous.sibling_watch import SiblingWatch, collective
 from ..rendezvous.topology import Topology
 from . import run_specification
+from .backup import BackupIslands
 from .drop import DropCompute
 from .in_flight import InFlightQueue
 from .message import LocalStatus, mean_rate
@@ -99,6 +100,7 @@ class StepRuntime:
         hooks: the engine's step hooks, which call `before`, `after` and `skip`.
         rewritten: the check for parameters written since an exchange.
         pace: the ticks that this replica leaves out, where islands take unlike steps.
+        backup: the exchanges that this island may be late for; None where it is waited for.
         step: optimizer steps of the job done so far (ticks).
         begun: the step whose gradients are in the accumulators; a step that is cut off and taken
             again does not add them twice.
@@ -157,6 +159,7 @@ class StepRuntime:
         self.pace = Pace(config, self.topology.island)
         self.queue.work_with([*self.channels, *self.buffers], config.norm_limit, self.pace)
         self.before_step = [c for c in self.channels if c.channel.before_step]
+        self.backup = BackupIslands(self.queue, config) if config.backup_islands else None
         self.after_step = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
         self.gradients_only = len(self.before_step) == len(self.channels)
         for c in self.channels:
@@ -389,6 +392,8 @@ class StepRuntime:
             step, now, last: as for `InFlightQueue.receive`. The last exchange sends a part of a
                 round.
         """
+        if due and self.backup is not None and self.backup.take():
+            self._exchanged, due = True, ()
         for first in (True, False):
             stage = [c for c in channels if first != bool(c.channel.after)]
             self.send([c for c in due if c in stage], partial=last)
@@ -479,6 +484,11 @@ class StepRuntime:
         fields = self.status.header(outgoing, by_tokens, self.island, self.host.device)
         if not by_tokens and self._joined_within(outgoing):
             fields = replace(fields, weight=-1.0)
+        elif by_tokens and all(
+            out.partial and self.queue.applied.get(name) == self.step - 1
+            for name, out in outgoing.items()
+        ):  # the last exchange right behind another: only late islands have counted tokens since
+            fields = replace(fields, weight=1.0)
         self.queue.launch(
             outgoing,
             self.step,
@@ -581,6 +591,8 @@ class StepRuntime:
         alone = ends and (self.status.goes or not self.queue.flights)
         feed = self.donor_feed
         unasked = self.peers is not None and (feed is None or not feed.wanted)
+        # behind the question above: a newcomer would lack the message that was passed
+        unasked |= self.backup is not None and self.backup.rounds.passed >= 0
         flags, leaves, told, unwanted, slowest = self.island.max(
             float(self.queue.watch.stop),
             float(alone),

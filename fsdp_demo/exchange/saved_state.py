@@ -30,7 +30,7 @@ class History:
         digest: 16 hexadecimal digits; empty where it is not known, since the state was converted.
         slots: the islands that take part now. at: the step of their first exchange.
         early: those of `slots` whose part in the last exchange came early: they had left, and have
-            not applied it.
+            not applied it. late: those that were late for it, and have more to send.
 
     >>> one, two = History(3), History(3)
     >>> one.hear(7, (0, 1, 2)); two.hear(7, (0, 2))
@@ -43,6 +43,7 @@ class History:
     slots: tuple[int, ...] = ()
     at: int = -1
     early: tuple[int, ...] = ()
+    late: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.slots = self.slots or tuple(range(self.islands))
@@ -65,13 +66,14 @@ class History:
             "slots": list(self.slots),
             "at": self.at,
             "early": list(self.early),
+            **({"late": list(self.late)} if self.late else {}),
         }
 
     def load(self, note: Mapping[str, Any]) -> None:
         """The inverse of `note`; the history is unknown where it is empty."""
         self.digest, self.at = str(note.get("digest", "")), int(note.get("at", -1))
         self.slots = tuple(int(s) for s in note.get("slots", ())) or tuple(range(self.islands))
-        self.early = tuple(int(s) for s in note.get("early", ()))
+        self.early, self.late = (tuple(map(int, note.get(k, ()))) for k in ("early", "late"))
 
 
 @dataclass

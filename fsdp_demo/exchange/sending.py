@@ -32,6 +32,7 @@ from ..peers.collectives import ReceivedMessage
 from ..peers.header import (
     LEAVING,
     NOT_FINITE,
+    PASSED,
     PAYLOAD,
     STOP,
     SUMMED,
@@ -229,6 +230,11 @@ class PendingExchange:
     moved: Moved = field(default_factory=Moved)
 
     @property
+    def late(self) -> bool:
+        """Whether this island passes: it contributes nothing to this message."""
+        return self.header is not None and self.header.late
+
+    @property
     def arrived(self) -> ReceivedMessage | None:
         """The answer, if it is here; None while it is under way, and where it was lost."""
         future = self.future
@@ -349,8 +355,28 @@ class MessageSender:
             flight.future = worker.submit(*self._job(peers, flight, fields))
             peers.meter.exchanges += 1
 
+    def pass_by(self, flight: PendingExchange) -> None:
+        """Pass: send zeros without weight. From any thread; the answer is in `flight.future`."""
+        worker, peers, layout = self._connections.worker, self._connections.peers, flight.layout
+        if worker is None or peers is None:
+            return
+        flight.header = head = peers.header(PAYLOAD, flight.step, weight=PASSED)
+
+        def job() -> ReceivedMessage:
+            flight.seconds.append(time.perf_counter())
+            zeros = partial(torch.zeros, device="cpu")
+            sent = [(zeros(n, dtype=torch.float32), code) for n, code in layout.vectors]
+            body = zeros(layout.body_bytes, dtype=torch.uint8)
+            return self._exchanged(peers, flight, head, body, sent)
+
+        flight.future = worker.submit(job)
+        peers.meter.exchanges += 1
+
     def send_again(self, flight: PendingExchange) -> None:
         """Send a message once more, with the same bytes and the same share."""
+        if flight.late:
+            self.pass_by(flight)
+            return
         h = flight.header or Header(0, flight.step)
         loss = (
             None
@@ -408,17 +434,22 @@ class MessageSender:
             sent = list(zip(found[at[1] :], [code for _, code in message.vectors], strict=True))
             head = flight.header = _completed(header, found[: at[0]])
             give_up(float(found[0][2]), peers)
-            before = Moved(peers.meter.bytes_sent, peers.meter.bytes_received)
-            with record_function("fsdp_demo::send"):
-                arrived = peers.exchange(
-                    head, torch.cat([presence, *sections]), sent, weigh, self._watch.compares
-                )
-            flight.moved = Moved(peers.meter.bytes_sent, peers.meter.bytes_received) - before
-            self._ledger.message(message, peers.size, peers.rank, flight.moved)
-            if self._watch.compares and len(arrived.bodies) > 1:
-                self._watch.compare(peers, arrived.bodies, message.blank(sections), bool(sent))
-            flight.seconds.append(time.perf_counter())
-            return self.pinned(flight, lambda: arrived)
+            body = torch.cat([presence, *sections])
+            return self._exchanged(peers, flight, head, body, sent, sections)
+
+        return job, staged
+
+    def _exchanged(
+        self,
+        peers: PeerGroup,
+        flight: PendingExchange,
+        head: Header,
+        body: Tensor,
+        sent: Vectors,
+        sections: Sequence[Tensor] | None = None,
+    ) -> ReceivedMessage:
+        """The answer to a message. sections: of its body, to be compared with the others'."""
+        message, compares = flight.layout, self._watch.compares and sections is not None
 
         def weigh(headers: Sequence[Header]) -> list[list[float]]:
             self._watch.check(peers, headers, message.before_step)
@@ -428,7 +459,15 @@ class MessageSender:
                 else []
             )
 
-        return job, staged
+        before = Moved(peers.meter.bytes_sent, peers.meter.bytes_received)
+        with record_function("fsdp_demo::send"):
+            arrived = peers.exchange(head, body, sent, weigh, compares)
+        flight.moved = Moved(peers.meter.bytes_sent, peers.meter.bytes_received) - before
+        self._ledger.message(message, peers.size, peers.rank, flight.moved)
+        if compares and sections is not None and len(arrived.bodies) > 1:
+            self._watch.compare(peers, arrived.bodies, message.blank(sections), bool(sent))
+        flight.seconds.append(time.perf_counter())
+        return self.pinned(flight, lambda: arrived)
 
 
 def _completed(header: Header, numbers: Sequence[Tensor]) -> Header:

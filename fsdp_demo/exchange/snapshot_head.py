@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypedDict, cast
+from typing import Annotated, Any, NotRequired, TypedDict, cast
 
 from msgspec import Meta, Struct
 from torch import Tensor
@@ -44,6 +44,7 @@ class HistoryNote(TypedDict):
     digest: str
     slots: list[Whole]
     at: Whole
+    late: NotRequired[list[Whole]]
 
 
 class DonorPosition(Struct, frozen=True):

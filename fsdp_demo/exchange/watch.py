@@ -131,7 +131,7 @@ class Watch:
 
     Attributes:
         left_out: number of contributions so far that were not finite. far: of those whose norm was
-            far from the others'.
+            far from the others'. late: of those that were late, and come with the next.
         unlike: islands have other hardware or libraries: sums that differ are logged, not refused.
         compares: all messages so far held nothing but zeros.
         written: tensors of this rank that were rewritten (`Rewritten`) and not told of, by name;
@@ -142,6 +142,7 @@ class Watch:
 
     def __init__(self, peers: PeerGroup | None, speaks: bool):
         self.left_out, self.far, self.unlike, self._speaks, self._run = 0, 0, False, speaks, 0.0
+        self.late = 0
         self.compares = speaks and peers is not None and peers.size > 1
         self.loss, self.stop = math.nan, 0
         self.written: dict[str, bool] = {}
@@ -229,7 +230,9 @@ class Watch:
         """
         bad = [j for j, h in enumerate(headers) if h.flags & NOT_FINITE]
         far = [j for j, h in enumerate(headers) if h.flags & FAR]
+        late = [j for j, h in enumerate(headers) if h.late]
         self.left_out, self.far = self.left_out + len(bad), self.far + len(far)
+        self.late += len(late)
         if peers is None or not slots:
             return
         if bad and self._speaks:
@@ -241,6 +244,9 @@ class Watch:
             others = max((n for j, n in enumerate(norms) if j not in far), default=0.0)
             text = "step %d: norm far from the others' (at most %.2g) on %s, left out"
             log.warning(text, step + 1, others, names)
+        if late and self._speaks:
+            names = ", ".join(peers.label_of(slots[j]) for j in late)
+            log.info("step %d: late: %s; it counts in the next exchange", step + 1, names)
         mine = peers.slot in [slots[j] for j in (*bad, *far)]
         self._run = (self._run + 1.0) * mine
         # then no island has a state that this one could take over

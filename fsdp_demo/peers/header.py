@@ -71,6 +71,8 @@ EARLY = 128
 # out (`exchange/watch.py`)
 FAR = 256
 
+PASSED = -2.0  # the weight of a pass, which counts in no mean
+
 SETUP, PAYLOAD, PARTS, MEANS, NORM, QUESTION, PARAMETERS, DIGESTS, END, RESET = range(10)
 KINDS = (
     "a message of attach()",
@@ -141,7 +143,7 @@ class Header:
         digest: of the configuration.
         step: of a payload the step it is sent in, from 0; else the steps done.
         weight: the sender's share in a mean; less than 0: none, whatever the channel's weights.
-            loss: NaN where unknown.
+            loss: NaN where unknown. PASSED: see `late`.
         total: 64-bit sum of what must be equal on all replicas, if `flags` has SUMMED.
         number: of the message on its peer group, the same on all its ranks.
         norm: `norm_code` of what the sender contributes, of its whole island: the same on all its
@@ -163,6 +165,11 @@ class Header:
     norm: int = 0
     rate: int = 0
     seconds: int = 0
+
+    @property
+    def late(self) -> bool:
+        """Whether the sender passes: what it has trained goes with its next message."""
+        return self.weight == PASSED
 
     @property
     def at_step(self) -> int:

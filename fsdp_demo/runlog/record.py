@@ -121,6 +121,7 @@ class RunRecord:
         return {
             "a contribution was not finite": metrics.get("not_finite", 0),
             "a contribution's norm was far from the others'": metrics.get("far", 0),
+            "an island was late": metrics.get("late", 0),
         }
 
     def line(self, values: dict[str, Any]) -> None:

@@ -107,6 +107,8 @@ FROZEN = [
     (notes.Ready(), '["ready"]'),
     (notes.Planned(3), '["planned",3]'),
     (notes.Joined(), '["joined"]'),
+    (notes.Waits(6, 41), '["waits",6,41]'),
+    (notes.Passes(41), '["passes",41]'),
 ]
 """A note of each kind, and its bytes: a change here is a new wire version."""
 

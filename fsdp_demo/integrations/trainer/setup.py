@@ -222,6 +222,7 @@ def check_best(exchange: Exchange, args: Any, steps: range) -> None:
     for channel in (c.channel for c in exchange.channels if c.channel.writes_parameters):
         schedule = channel.schedule
         equal = channel.equal_after_exchange and not schedule.delay
+        equal &= not exchange.config.backup_islands  # a late island keeps what it has trained
         wrong = [s for s in steps if not (equal and schedule.due(s - 1))]
         if wrong:
             cure = "set load_best_model_at_end=False"

@@ -1,0 +1,59 @@
+"""The exchanges for which this island may be late (`ExchangeConfig.backup_islands`), as training
+sees them; `elastic/late_rounds.py` decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..channels.channel import ChannelPayload
+from ..config.schema import ExchangeConfig
+from ..elastic.late_rounds import LateRounds
+from ..rendezvous.topology import Topology
+from .in_flight import InFlightQueue
+from .sending import PendingExchange
+
+
+def refuse(topology: Topology) -> None:
+    """Raise ValueError where no exchange may go on without an island."""
+    if topology.kind == "mesh" or (topology.elastic and topology.least == topology.count):
+        raise ValueError(
+            "backup_islands is for islands that may come and go. In a mesh, and with ISLAND_MIN "
+            "as large as ISLAND_COUNT, all must stay: lower ISLAND_MIN, or leave it out"
+        )
+
+
+class BackupIslands:
+    """The exchanges that this island may pass, on one rank. All ranks call each method together."""
+
+    def __init__(self, queue: InFlightQueue, config: ExchangeConfig):
+        self._queue, self._flight = queue, PendingExchange(-1, [], {})
+        self.rounds = LateRounds(config.backup_islands, config.late_rounds)
+        if (peers := queue.connections.peers) is not None:
+            peers.pass_by(self.rounds)
+
+    def open(self, step: int, names: Sequence[str]) -> None:
+        """From now on the next exchange, of these channels at `step`, may be passed."""
+        if self.rounds.passed >= 0 or self.rounds.step == step:
+            return
+        parts, layout = {n: ChannelPayload(step) for n in names}, self._queue.layout(names, step)
+        flight = self._flight = PendingExchange(step, list(names), parts, layout=layout)
+        self.rounds.open(step, lambda: self._queue.sender.pass_by(flight))
+
+    def settle(self) -> bool:
+        """Training has come to an exchange, or ends: nothing is passed from now on. Whether the
+        exchange was.
+        """
+        island = self._queue.connections.island
+        (step,) = map(int, island.max(float(self.rounds.close() if island.rank == 0 else -1)))
+        if step >= 0:
+            self.rounds.take(step)
+        self.rounds.step = -1
+        return step >= 0
+
+    def take(self) -> bool:
+        """Training has come to an exchange. Whether it was passed: it is under way then."""
+        if passed := self.settle():
+            self.rounds.passed = -1
+            self._queue.flights.append(self._flight)
+        return passed
