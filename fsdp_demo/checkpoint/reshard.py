@@ -273,7 +273,7 @@ def reshard(
         c.channel.name: [_stretch(own["parameters"][i], *place) for i in c.covered]
         for c in exchange.channels
     }
-    keys = ("anchor", "momentum", *(() if shared else ("accumulator", "written")))
+    keys = ("anchor", "momentum", *(() if shared else ("accumulator", "written", "own_momentum")))
     found = gather(saved, island, wanted, keys)
     heads = saved.of_island(island)
     outlines = [saved.outline(head["rank"], island) for head in heads]

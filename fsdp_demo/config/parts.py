@@ -211,6 +211,9 @@ class Applier:
         dense_lr: the same for tensors that a sparse channel sends whole.
         momentum: momentum of the outer step.
         nesterov: the momentum is Nesterov's.
+        dampening: the mean joins the momentum by 1 - dampening, as in torch.optim.SGD, but from the
+            first round on. `momentum` makes a mean of the past of it; with `nesterov` the step is
+            QHM's (arXiv 1810.06801) and GPA's (arXiv 2512.17131).
         local_delta: each island applies its own delta in full, and of the mean only `beta` times
             the accumulator of the exchange (released rule of 2510.03371).
         mix: share of the local parameters that stays (alpha of Streaming DiLoCo, torchft's
@@ -219,8 +222,9 @@ class Applier:
         momentum_warmup: rounds over which the momentum rises linearly from 0; 0: constant.
         keep_steps: after a delay the local steps since the last send stay; false: they are undone.
         own_share: share of an own delta in flight that the parameters keep when an earlier mean
-            lands, with a delay of one period up to two. 1/R makes the eager updates of arXiv
-            2502.12996 with `lr` 1 and no momentum; the paper's own share takes the outer step, too.
+            lands, with a delay of one period up to two; 1/R in eager updates (arXiv 2502.12996).
+        own_step: the own share takes the outer step, too, with a momentum that each island keeps
+            for itself, as in that paper.
 
     Example:
         >>> from fsdp_demo import Applier
@@ -239,6 +243,8 @@ class Applier:
     momentum_warmup: int = 0
     keep_steps: bool = False
     own_share: float = 1.0
+    own_step: bool = False
+    dampening: float = 0.0
 
     def __post_init__(self) -> None:
         one_of("applier.acts_as", self.acts_as, tuple(APPLIERS))
@@ -254,6 +260,10 @@ class Applier:
             raise ValueError(
                 "applier.nesterov=True needs applier.momentum > 0, found 0.0: set a momentum or "
                 "drop nesterov"
+            )
+        if not 0.0 <= self.dampening < 1.0:
+            raise ValueError(
+                f"applier.dampening={self.dampening} is out of range: allowed is 0 <= dampening < 1"
             )
         in_range("applier.momentum_warmup", self.momentum_warmup, 0)
 

@@ -585,7 +585,8 @@ RESUMED = {
     "sign_loco-late": preset("sign_loco", period=2, switch=3, late_topk=20, **PLAIN),
     "sign_loco-kept": preset("sign_loco", period=4,
         **{"schedule.delay": 2, "applier.keep_steps": True}),
-    "diloco-eager": preset("diloco", period=3, **{"schedule.delay": 3, "applier.own_share": 0.5}),
+    "diloco-share": preset("diloco", period=3, **{"schedule.delay": 3, "applier.own_share": 0.5}),
+    "diloco-eager": preset("diloco", period=2, eager=2, **{"applier.dampening": 0.5}),
 }  # fmt: skip
 
 

@@ -49,6 +49,7 @@ CASES: dict[str, ExchangeConfig] = {
     "demo, no senders": preset("demo", **{"reducer.mean_over": "replicas"}),
     "diloco, int8": preset("diloco", period=2, value_dtype="int8"),
     "diloco, kept": preset("diloco", period=3, **{"schedule.delay": 1, "applier.keep_steps": True}),
+    "diloco, eager": preset("diloco", period=3, eager=2),
     "diloco, queued": preset("diloco", period=1, **{"schedule.delay": 2}),
     "local_sgd, late": preset("local_sgd", period=3, **{"schedule.delay": 1}),
     "sign_loco, feedback": preset("sign_loco", beta=0.6, period=2),
