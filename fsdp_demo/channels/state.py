@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -62,7 +62,8 @@ class Placement:
 @dataclass
 class ChannelState:
     """The state that a channel keeps between exchanges: workspaces of its active copy, None where
-    it keeps none, and which of its tensors have a gradient. Fields as in `LocalChannel`."""
+    it keeps none, and which of its tensors have a gradient. Fields as in `LocalChannel`; `levels`:
+    of its `ChannelCodec`."""
 
     present: list[bool]
     accumulator: Tensor | None = None
@@ -70,17 +71,18 @@ class ChannelState:
     momentum: Tensor | None = None
     written: Tensor | None = None
     own_momentum: Tensor | None = None
+    levels: list[int] = field(default_factory=list)
 
     @property
     def workspaces(self) -> dict[str, Tensor]:
         """The workspaces that are kept, by name."""
-        return {
-            key: work for key, work in vars(self).items() if key != "present" and work is not None
-        }
+        rest = ("present", "levels")
+        return {k: work for k, work in vars(self).items() if k not in rest and work is not None}
 
     def to_tree(self) -> dict[str, Any]:
         """The state as a checkpoint holds it; tensors are references."""
-        return {**self.workspaces, "present": list(self.present)}
+        levels = {"levels": list(self.levels)} if self.levels else {}
+        return {**self.workspaces, "present": list(self.present), **levels}
 
     @classmethod
     def from_tree(cls, channel: str, tree: Mapping[str, Any]) -> ChannelState:

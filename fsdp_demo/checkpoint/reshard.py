@@ -299,7 +299,7 @@ def reshard(
 
 def _packed(
     c: ChannelRunner, works: Mapping[str, Sequence[Tensor]], names: Iterable[str]
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """The workspaces of a channel here, of these names; those not in `works` as at its start."""
     begun = c.pack("parameter")
     if c.layout is None or begun is None:  # a copy that is not active keeps none

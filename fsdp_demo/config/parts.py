@@ -102,10 +102,13 @@ class Codec:
     Attributes:
         transform: orthonormal transform of each block.
         select: `dense`: everything; `topk`: the largest of each block, whose positions travel
-            along; `random`, `stride` (FlexDeMo): positions that all islands compute from the step,
-            so that only values travel, which can be summed on the way.
+            along; `threshold` (arXiv 2010.08899): as many, the largest of a whole tensor, or of the
+            part of it that a rank holds; `random`, `stride` (FlexDeMo): positions that all islands
+            compute from the step, so that only values travel, which can be summed on the way.
         topk: values of each block of 4096 that are sent; refused where everything is. Small tensors
             go whole.
+        threshold_every: exchanges from one estimate of a threshold to the next. Between them fewer
+            values may be sent, and never more.
         value_dtype: number format of the values.
         transform_precision: `bf16`: the transform multiplies in bf16 (CUDA: TF32): faster, nearly
             the same choice. What is sent is still exactly what is subtracted.
@@ -121,12 +124,14 @@ class Codec:
     topk: int = 32
     value_dtype: str = "fp32"
     transform_precision: str = "fp32"
+    threshold_every: int = 1
 
     def __post_init__(self) -> None:
         one_of("codec.transform", self.transform, TRANSFORMS)
         one_of("codec.select", self.select, tuple(SELECTIONS))
         one_of("codec.value_dtype", self.value_dtype, tuple(FORMATS))
         one_of("codec.transform_precision", self.transform_precision, PRECISIONS)
+        in_range("codec.threshold_every", self.threshold_every, 1)
         if self.transform_precision != "fp32" and self.transform == "none":
             raise ValueError(
                 f"codec.transform_precision={self.transform_precision!r} is about the transform, "
@@ -163,7 +168,12 @@ class Codec:
         """Whether positions are chosen by the data, so that they travel with the values and
         messages cannot be summed on the way.
         """
-        return self.selection.by == "data"
+        return self.selection.by in ("data", "tensor")
+
+    @property
+    def by_tensor(self) -> bool:
+        """Whether one choice goes over all blocks of a tensor."""
+        return self.selection.by == "tensor"
 
     @property
     def seeded(self) -> bool:

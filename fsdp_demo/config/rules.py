@@ -275,6 +275,10 @@ def _unused(c: Channel) -> dict[str, str]:
     found: dict[str, str] = {}
     if not c.codec.sparse:
         found |= dict.fromkeys(("codec.topk", "applier.dense_lr"), whole)
+    if not c.codec.by_tensor and c.codec.threshold_every > 1:
+        found["codec.threshold_every"] = (
+            f"it is for codec.select='threshold', found {c.codec.select!r}"
+        )
     if c.feedback != "subtract":
         found["accumulator.alpha"] = f"it is for feedback='subtract', found {c.feedback!r}"
     if a.momentum == 0:

@@ -243,6 +243,9 @@ CASES = {
     "sparse_loco": Case(preset("sparse_loco", period=P, value_dtype="fp32", clip=None,
         inner_optimizers="as_is"), oracle.SparseLoCo, sgd, {"period": P, "code": "fp32"},
         seeds={"2x2": 0, "4x1": 4}),
+    "threshold": Case(preset("sparse_loco", period=P, value_dtype="fp32", clip=None,
+        inner_optimizers="as_is", **{"codec.select": "threshold", "codec.threshold_every": 2}),
+        oracle.SparseLoCo, sgd, {"period": P, "code": "fp32", "every": 2}, seeds={"4x1": 74}),
 }  # fmt: skip
 
 

@@ -578,6 +578,8 @@ RESUMED = {
     "local_sgd-queue": preset("local_sgd", period=2, **PLAIN, **{"schedule.delay": 5}),
     "desloc": preset("desloc", embeddings=True, period=2, **PLAIN),
     "sparse_loco": preset("sparse_loco", period=3, **PLAIN),
+    "threshold": preset("sparse_loco", period=2, **PLAIN, **LATE,
+        **{"codec.select": "threshold", "codec.threshold_every": 4}),
     "sign_loco": preset("sign_loco", beta=0.6, period=3, momentum_warmup=2, **PLAIN, **LATE),
     # the second phase begins at the step of the save, before the last message of the first lands
     "sign_loco-switch": preset("sign_loco", period=3, momentum_warmup=2, switch=6, **PLAIN, **LATE),

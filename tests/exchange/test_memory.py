@@ -53,6 +53,7 @@ CASES: dict[str, ExchangeConfig] = {
     "diloco, queued": preset("diloco", period=1, **{"schedule.delay": 2}),
     "local_sgd, late": preset("local_sgd", period=3, **{"schedule.delay": 1}),
     "sign_loco, feedback": preset("sign_loco", beta=0.6, period=2),
+    "sparse_loco, threshold": preset("sparse_loco", period=2, **{"codec.select": "threshold"}),
     "muloco, int4": preset("muloco", period=2, value_dtype="int4"),
     "muloco, no codes": preset("muloco", period=2, value_dtype="fp32"),
     "released": preset("decoupled_momentum", rule="released", period=2),
