@@ -14,6 +14,7 @@ from typing import Any
 from study.cells import Cell, Setting
 from study.front import FRONT
 from study.length import fewer_bytes, large, medium, other_replicas, others, seeded, short
+from study.literature import LITERATURE
 from study.methods import (
     METHODS,
     MUON,
@@ -28,7 +29,6 @@ from study.methods import (
 )
 from study.questions import QUESTIONS
 from study.robust import ROBUST, winners
-from study.slow_momentum import MOMENTUM
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ TABLES: dict[str, Table] = {
         seeds=1,
     ),
     "questions": Table("questions with a number each", QUESTIONS),
-    "momentum": Table("a slow momentum inside, a damped one outside", MOMENTUM, seeds=2),
+    "literature": Table("forms of other papers, at equal bytes", LITERATURE, seeds=2),
     "precision": Table(
         "does bf16 change the order",
         {p: winners(f" {p}", setting=Setting(precision=p)) for p in ("bf16", "fp32")},

@@ -28,7 +28,8 @@ class QHAdamW(torch.optim.Optimizer):
     Args:
         params: parameters, named parameters or groups of them.
         lr: learning rate.
-        betas: b1 and b2; MT-DAO has b1 from 0.99 to 0.999.
+        betas: b1 and b2; MT-DAO has b1 from 0.99 to 0.999. With a smaller b2 than b1 m outlives v,
+            and steps grow where gradients shrink.
         nu: share of m in a step, 0 to 1; MT-DAO has 0.7 to 0.9.
         eps: added to the root of the second moment.
         weight_decay: decoupled, as AdamW's.
@@ -38,7 +39,7 @@ class QHAdamW(torch.optim.Optimizer):
 
     Example:
         >>> import torch, fsdp_demo
-        >>> optimizer = fsdp_demo.QHAdamW(torch.nn.Linear(4, 4).parameters(), betas=(0.999, 0.95))
+        >>> optimizer = fsdp_demo.QHAdamW(torch.nn.Linear(4, 4).parameters(), betas=(0.999, 0.9999))
         >>> exchange = fsdp_demo.attach(optimizer, "diloco", inner_optimizer="qhadamw")
         >>> exchange.finish()
     """
@@ -47,8 +48,8 @@ class QHAdamW(torch.optim.Optimizer):
         self,
         params: Any,
         lr: float = 1e-3,
-        betas: tuple[float, float] = (0.99, 0.95),
-        nu: float = 0.8,
+        betas: tuple[float, float] = (0.99, 0.999),
+        nu: float = 0.7,
         eps: float = 1e-8,
         weight_decay: float = 0.1,
     ):

@@ -1,5 +1,5 @@
-"""The cells of the table `momentum`: a slow momentum inside, a damped one outside, and an own share
-that takes the outer step, each at the bytes of the method without.
+"""The cells of the table `literature`: a slow momentum inside, a damped one outside, an own share
+that takes the outer step, a selection over whole tensors; each at the bytes of the method without.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 from study.cells import Cell
 from study.length import LARGE, at, switched
-from study.methods import H, diloco, sign_loco
+from study.methods import H, diloco, sign_loco, sparse_loco
 
 SLOW = ((0.95, 0.9), (0.99, 0.7))
 """b1 and nu of QHAdamW that are tried (`fsdp_demo/hosts/qhadamw.py`)."""
@@ -56,11 +56,25 @@ def large(steps: int = LARGE // 4) -> list[Cell]:
     return [cell, slow(cell, *SLOW[0])]
 
 
-MOMENTUM: dict[str, list[Cell]] = {
+def over_tensors(cell: Cell, topk: int, every: int) -> Cell:
+    """A sparse method with thresholds; `topk` makes the bytes no more than the cell's."""
+    changes = {"topk": topk, "codec.select": "threshold", "codec.threshold_every": every}
+    return dataclasses.replace(
+        cell, name=f"{cell.name} threshold {every}", changes={**cell.changes, **changes}
+    )
+
+
+LITERATURE: dict[str, list[Cell]] = {
     "diloco": tried(diloco()),
     "desloc": tried(Cell(f"desloc H={H}", "desloc", {"period": H}, 1.4e-3)),
     "sign_loco": tried(sign_loco()),
     "damped outer step": [diloco(), *(gpa(c, a) for c, a in ((0.7, 0.936), (0.5, 0.8)))],
     "one period late": late(),
+    "whole tensors": [
+        sparse_loco(),
+        *(over_tensors(sparse_loco(), 29, every) for every in (1, 8)),
+        sign_loco(),
+        over_tensors(sign_loco(), 85, 1),
+    ],
     "3.3 M, 640 steps": large(),
 }
