@@ -116,3 +116,17 @@ def test_threshold_any_bytes_decode_within_bounds(seed: int) -> None:
     number = counts(wrong, made.codec)
     for group in LAYOUT.groups:
         assert sum(number[group.start : group.stop]) <= group.count * group.k(made.codec.topk)
+
+
+def test_threshold_bytes_are_frozen() -> None:
+    """The layout of docs/wire-format.md#tensor-positions, byte for byte: values, numbers of two
+    blocks, bitmap, low bits.
+    """
+    layout, codec = Layout([(8192,)], ["plain"]), Codec("none", "threshold", 4, "fp32")
+    work = layout.new("cpu")
+    sent = {0: 1.0, 256: -2.0, 257: 3.0, 512: 4.0, 4096 + 5: -5.0, 8191: 6.0}
+    for i, value in sent.items():
+        work[i] = value
+    body = bytes(sparse.encode_sparse(layout, codec, work)).hex()
+    values = "0000803f000000c000004040000080400000a0c00000c040" + 16 * "0"
+    assert body == values + "04000200" + "170808" + "0000010005ff0000" + "26"
