@@ -159,9 +159,8 @@ def encode_sparse(
     of = dict(zip(layout.groups, spans(layout, codec), strict=True))
     if codec.by_tensor:
         threshold.encode(layout, codec, work, data, of, levels)
-    else:
-        windows = layout.windows(work.device)
-    for s in [] if codec.by_tensor else stretches(windows, work.device, codec.topk):
+    windows = [] if codec.by_tensor else layout.windows(work.device)
+    for s in stretches(windows, work.device, codec.topk):
         assert s.group is not None
         index = encode_stretch(s, of[s.group], codec, work, data)
         if chosen is not None:

@@ -186,10 +186,9 @@ def decode_window(
     found = []
     for split, planes in zip(coded, positions, strict=True):
         begin, end = int(planes[0][first]), int(planes[0][first + n])
-        row = begin // k // 8 * 8
-        rows = values.decode_rows(
-            codec.value_dtype, [split], g.count, k, row, max(1, -(-end // k) - row)
-        )
+        row = min(begin // k, g.count - 1) // 8 * 8
+        last = max(-(-end // k), row + 1)  # there may be no value at all
+        rows = values.decode_rows(codec.value_dtype, [split], g.count, k, row, last - row)
         block, place = its.decode(planes, first, n)
         slot = torch.arange(begin, end, device=place.device) - planes[0][first : first + n][block]
         found.append((block, slot, place, rows.view(-1)[begin - row * k : end - row * k]))

@@ -222,8 +222,8 @@ class Applier:
         momentum: momentum of the outer step.
         nesterov: the momentum is Nesterov's.
         dampening: the mean joins the momentum by 1 - dampening, as in torch.optim.SGD, but from the
-            first round on. `momentum` makes a mean of the past of it; with `nesterov` the step is
-            QHM's (arXiv 1810.06801) and GPA's (arXiv 2512.17131).
+            first round on. As large as `momentum` it makes a mean of the past; with `nesterov` the
+            step is QHM's (arXiv 1810.06801) and GPA's (arXiv 2512.17131).
         local_delta: each island applies its own delta in full, and of the mean only `beta` times
             the accumulator of the exchange (released rule of 2510.03371).
         mix: share of the local parameters that stays (alpha of Streaming DiLoCo, torchft's

@@ -9,7 +9,7 @@ import torch
 
 from fsdp_demo import Channel, Codec, preset
 from fsdp_demo.channels.codec import ChannelCodec
-from fsdp_demo.compression import sparse, threshold
+from fsdp_demo.compression import blocks, sparse, threshold, windows
 from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.compression.selection import magnitudes
 
@@ -116,6 +116,31 @@ def test_threshold_any_bytes_decode_within_bounds(seed: int) -> None:
     number = counts(wrong, made.codec)
     for group in LAYOUT.groups:
         assert sum(number[group.start : group.stop]) <= group.count * group.k(made.codec.topk)
+
+
+@pytest.mark.parametrize("code", ["fp32", "1bit"])
+def test_threshold_windows_decode_as_the_whole(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows that are decoded one after the other hold what the whole holds, the last ones nothing
+    where the first have taken all room.
+    """
+    for module, name, size in ((blocks, "WINDOW", 8), (blocks, "CACHED", 4), (windows, "CODED", 1)):
+        monkeypatch.setattr(module, name, size)
+    layout = Layout([(64 * 4096,)], ["plain"])
+    made = ChannelCodec(layout, replace(section(topk=3, value_dtype=code).channel), 2)
+    g = torch.Generator().manual_seed(0)
+    work = torch.randn(layout.numel, generator=g)
+    for quiet in (0, 24 * 4096):
+        work[layout.numel - quiet :] *= 1e-3
+        body, _ = made.encode(work, 29)
+        assert body is not None and len(layout.windows("cpu")) == 8
+        (coded,) = sparse.split(layout, made.codec, [body]).values()
+        place, value = sparse.decode_window(layout.whole(coded.group), coded, made.codec)
+        whole_ = torch.zeros(64, 4096).scatter_add_(1, place[0], value[0])
+        mean = made.received([body, body], [1.0, 1.0], 29)
+        out = [mean.fill(w, torch.empty(w.numel)) for w in layout.windows("cpu")]
+        assert torch.equal(torch.cat(out), whole_.view(-1))
+        assert int((whole_ != 0).sum()) == 3 * 64
+        assert not whole_[64 - quiet // 4096 :].any() or not quiet
 
 
 def test_threshold_bytes_are_frozen() -> None:
