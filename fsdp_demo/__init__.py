@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .exchange.guard import guard, undecided
     from .hosts.muon import MuonAdamW
     from .hosts.optimizers import base_optimizer
+    from .hosts.qhadamw import QHAdamW
     from .net.link import Link
     from .peers.header import Meter, ring_all_reduce_bytes
     from .rendezvous.topology import Topology
@@ -51,6 +52,7 @@ __all__ = [
     "NotFinite",
     "PeerLost",
     "Phase",
+    "QHAdamW",
     "Reducer",
     "Stopped",
     "SyncSchedule",
@@ -86,6 +88,7 @@ _HOMES = {
     "exchange.guard": ("guard", "undecided"),
     "hosts.muon": ("MuonAdamW",),
     "hosts.optimizers": ("base_optimizer",),
+    "hosts.qhadamw": ("QHAdamW",),
 }
 
 

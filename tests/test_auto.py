@@ -47,6 +47,8 @@ def model_of(seed: int = 0) -> nn.Module:
 
 
 def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    if kind == "qhadamw":
+        return fsdp_demo.QHAdamW(model.parameters(), lr=1e-3)
     if kind == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.05)
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -313,10 +315,11 @@ def test_auto_one_island_trains_at_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("rate", [1e5, 1e6, 1e7, 1e8, 1e9, 1e10])
 def test_auto_keeps_the_users_optimizer(rate: float) -> None:
-    """AdamW with a first moment does not get a method that keeps a momentum of gradients; SGD does
-    not get one of deltas.
+    """AdamW and QHAdamW, with a first moment, do not get a method that keeps a momentum of
+    gradients; SGD does not get one of deltas.
     """
-    for kind in ("adamw", "sgd"):
+    found = {}
+    for kind in ("adamw", "qhadamw", "sgd"):
         _, _, exchange = start(kind, "full")
         situation = Situation([("layers.0.w", (512, 512))], 4, Link(rate, 0.02), 0.1, device="cpu")
         chosen = chosen_in(situation, exchange.host).config
@@ -324,7 +327,9 @@ def test_auto_keeps_the_users_optimizer(rate: float) -> None:
         assert set(allowed) & set(chosen.inner_optimizers)
         assert chosen.preset != "muloco", "AdamW is only the partner of Muon there"
         assert kind == "sgd" or not keeps_momentum(chosen)
+        found[kind] = chosen
         exchange.detach()
+    assert found["qhadamw"] == found["adamw"]
 
 
 def test_auto_rounds_its_measurements() -> None:

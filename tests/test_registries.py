@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fsdp_demo
 from fsdp_demo import Accumulator, Applier, Channel, Codec, ExchangeConfig, SyncSchedule
 from fsdp_demo.channels import apply
-from fsdp_demo.compression import formats, selection, transform
+from fsdp_demo.compression import formats, selection, threshold, transform
 from fsdp_demo.config import channel, names, parts
 
 from .oracles import quantise
@@ -40,13 +40,14 @@ def test_registry_names_and_functions_agree() -> None:
     assert set(transform.MATRICES) == set(names.TRANSFORMS) - {"none"}
     by = {
         who: {name for name, chosen in names.SELECTIONS.items() if chosen.by == who}
-        for who in ("nobody", "data", "step")
+        for who in ("nobody", "data", "tensor", "step")
     }
     assert (by["nobody"], set(selection.BY_DATA), set(selection.BY_STEP)) == (
         {"dense"},
         by["data"],
         by["step"],
     )
+    assert set(threshold.BY_TENSOR) == by["tensor"]
     assert set().union(*by.values()) == set(names.SELECTIONS)
     assert set(apply.APPLIERS) == set(names.APPLIERS)
     assert {source for acts in names.APPLIERS.values() for source in acts.sources} == {
@@ -83,7 +84,7 @@ def test_registry_transform_matrices_are_orthonormal() -> None:
 
 TABLES = (
     "config/names.py", "compression/formats.py", "compression/transform.py",
-    "compression/selection.py",
+    "compression/selection.py", "compression/threshold.py",
 )  # fmt: skip
 
 

@@ -211,7 +211,8 @@ class Loop:
         if self.optimizer is None:
             # `full` before the method has the method's inner optimizer
             method, named = cell.config(), self.model.named_parameters()
-            fused = {} if "muonadamw" in method.inner_optimizers[:1] else {"fused": True}
+            own = {"muonadamw", "qhadamw"} & {*method.inner_optimizers[:1]}
+            fused = {} if own else {"fused": True}
             options = {**fused, **cell.inner}
             self.optimizer = base_optimizer(method, named, cell.lr, **options)
             self.rates = LambdaLR(self.optimizer, lambda t: rate(t, self.run.setting))

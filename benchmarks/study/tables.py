@@ -14,6 +14,7 @@ from typing import Any
 from study.cells import Cell, Setting
 from study.front import FRONT
 from study.length import fewer_bytes, large, medium, other_replicas, others, seeded, short
+from study.literature import LITERATURE
 from study.methods import (
     METHODS,
     MUON,
@@ -166,6 +167,7 @@ TABLES: dict[str, Table] = {
         seeds=1,
     ),
     "questions": Table("questions with a number each", QUESTIONS),
+    "literature": Table("forms of other papers, at equal bytes", LITERATURE, seeds=2),
     "precision": Table(
         "does bf16 change the order",
         {p: winners(f" {p}", setting=Setting(precision=p)) for p in ("bf16", "fp32")},

@@ -153,6 +153,7 @@ def chosen(situation: Situation, host: TrainingHost) -> Choice:
     """
     kept = {name.lower() for name in host.optimizer_names}
     inner = kept.pop() if len(kept) == 1 else "muonadamw"
+    inner = "adamw" if inner == "qhadamw" else inner  # it is defined for the same methods
     rows = plan_rows(situation, None, keep_inner=inner)
     fitting = [r for r in rows if r.config is None or (r.chosen and _fits(r.config, host))]
     return choose(fitting, situation, keep_inner=inner)

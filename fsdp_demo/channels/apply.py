@@ -100,9 +100,9 @@ def replace(
 
 def outer(c: LocalChannel, mean: DecodedMean | None, arrival: Arrival) -> None:
     """Step the anchor, then set the parameters to anchor - P, mixed with `mix` of the local ones; P
-    is the sum of the deltas in flight, of which `own_share` stays. A channel that keeps steps, and
-    a late replica, set the parameters to anchor - P - W, where W is their change since this replica
-    has sent last.
+    is the sum of the deltas in flight, of which `own_share` stays, or the part that it will have in
+    the next outer step (`own_step`). A channel that keeps steps, and a late replica, set the
+    parameters to anchor - P - W, where W is their change since this replica has sent last.
     """
     tensors, flying, mix = c.tensors("parameter"), arrival.flying, arrival.mix
     keeps = (c.channel.keeps_steps or arrival.late) and not arrival.last
@@ -119,6 +119,8 @@ def outer(c: LocalChannel, mean: DecodedMean | None, arrival: Arrival) -> None:
             return anchor
         for own in flying if share != 1.0 else ():  # it is what the parameters hold of it
             window.of(own).mul_(share)
+            if c.channel.applier.own_step and arrival.number is not None:
+                _step_own(c, window, own, arrival.own, arrival.number)
         target = less(x.copy_(anchor), window, flying)
         if since is not None:
             return target.sub_(since)
@@ -173,10 +175,27 @@ def _step_anchor(
         outer_step(anchor, None, mean, 0.0, False, 1.0 / gain)
     else:
         held, mu = c.fetch(c.momentum, window), applier.momentum_in(number)
-        outer_step(anchor, held, mean, mu, applier.nesterov, lr)
+        outer_step(anchor, held, mean, mu, applier.nesterov, lr, applier.dampening)
         c.store(c.momentum, window, held)
     c.store(c.anchor, window, anchor)
     return anchor
+
+
+def _step_own(
+    c: LocalChannel, window: Window, own: Tensor, before: Tensor | None, number: int
+) -> None:
+    """Replace a window of the own share in flight by its part of the outer step that follows that
+    of round `number`. Outer steps are linear, so that part has a momentum of its own. Nothing
+    landed while the delta of round 1 (`before`) flew, so it joins here."""
+    applier, held = c.channel.applier, c.fetch(c.own_momentum, window)
+    fresh = 1.0 - applier.dampening
+    if held is not None and number == 1 and before is not None:
+        held.add_(window.of(before), alpha=fresh * applier.own_share)
+    part, lr = torch.zeros_like(window.of(own)), rate(window, applier, c.channel.codec.sparse)
+    mu = applier.momentum_in(number + 1)
+    outer_step(part, held, window.of(own), mu, applier.nesterov, -lr, applier.dampening)
+    window.of(own).copy_(part)
+    c.store(c.own_momentum, window, held)
 
 
 def rate(window: Window, applier: Applier, sparse: bool) -> float:
@@ -185,17 +204,23 @@ def rate(window: Window, applier: Applier, sparse: bool) -> float:
 
 
 def outer_step(
-    anchor: Tensor, momentum: Tensor | None, mean: Tensor, mu: float, nesterov: bool, lr: float
+    anchor: Tensor,
+    momentum: Tensor | None,
+    mean: Tensor,
+    mu: float,
+    nesterov: bool,
+    lr: float,
+    dampening: float = 0.0,
 ) -> None:
     """One step of SGD on the anchor, in place; `mean` (fp32, element domain, same shape) is used
     up.
 
-    m = mu m + mean; anchor -= lr (mean + mu m) with nesterov, lr m without, lr mean where there is
-    no momentum: torch.optim.SGD's form, as in DiLoCo (2311.08105). `mu` is the momentum of this
-    round.
+    m = mu m + (1 - dampening) mean; anchor -= lr (mean + mu m) with nesterov, lr m without, lr mean
+    where there is no momentum: torch.optim.SGD's form, as in DiLoCo (2311.08105). `mu` is the
+    momentum of this round.
     """
     if momentum is not None:
-        momentum.mul_(mu).add_(mean)
+        momentum.mul_(mu).add_(mean, alpha=1.0 - dampening)
         if nesterov:
             mean.add_(momentum, alpha=mu)
         else:

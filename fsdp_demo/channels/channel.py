@@ -27,7 +27,7 @@ from ..config.channel import Channel
 from . import apply
 from .codec import ChannelCodec
 from .decode import DecodedMean
-from .state import LocalChannel, Placement, less
+from .state import ChannelState, LocalChannel, Placement, less
 
 
 @dataclass
@@ -148,6 +148,18 @@ class ChannelRunner(LocalChannel):
         whole = len(self.covered) == sum(not p.frozen for p in params)
         alone = self.position.num_copies == 1 and self.host.device.type == "cpu"
         return c.before_step and c.accumulator is None and whole and alone
+
+    def state(self) -> ChannelState:
+        kept, section = super().state(), self.section
+        if section is not None and section.levels is not None:
+            kept.levels = section.levels.tolist()
+        return kept
+
+    def load(self, state: ChannelState, step: int) -> None:
+        super().load(state, step)
+        section = self.section
+        if section is not None and len(state.levels) == len(section.layout.pieces):
+            section.levels = torch.tensor(state.levels, dtype=torch.int32).to(section.device)
 
     def of(self, step: int) -> ChannelRunner:
         """This channel with the settings of the stage in which a message of `step` was sent."""

@@ -44,6 +44,7 @@ class ChannelCodec:
         spans: length and code of each of its vectors; empty if indexed.
         gathered: whether it travels in the body.
         taken: the share of the values sent that leaves the accumulator (`Channel.taken`).
+        levels: thresholds of a selection over whole tensors (`threshold.encode`), once there are.
         fused: what codes and decodes blocks in place of torch's operations, if anything does.
     """
 
@@ -75,11 +76,15 @@ class ChannelCodec:
         # the section that was made last and its positions, until it is subtracted
         self._made: tuple[Tensor, list[Tensor]] | None = None
         self.fused: FusedBlocks | None = None
+        self.levels: Tensor | None = None
         self.gathered = self.codec.indexed or vectors.gathers(self.codec.value_dtype, size)
 
     @property
     def known_bytes(self) -> int:
-        """Bytes in memory of the positions that all replicas know, kept between exchanges."""
+        """Bytes in memory, kept between exchanges, of positions that all replicas know, or of
+        thresholds."""
+        if self.codec.by_tensor:
+            return 4 * len(self.layout.pieces)
         if not self.codec.seeded:
             return 0
         return sum(
@@ -102,13 +107,22 @@ class ChannelCodec:
             if self.fused is not None:
                 body, chosen = self.fused.encode(work)
             else:
-                body = sparse.encode_sparse(self.layout, self.codec, work, chosen)
+                levels = self._levels(step) if self.codec.by_tensor else None
+                body = sparse.encode_sparse(self.layout, self.codec, work, chosen, levels)
             self._made = (body, chosen) if self.taken else None
             return body, []
         parts = self._vectors(work, step)
         if not self.gathered:
             return None, parts
         return vectors.encode_all(self.spans, parts), []
+
+    def _levels(self, step: int) -> Tensor:
+        """The thresholds for an exchange; below 0 where they are to be estimated."""
+        number = max(self.channel.schedule.round(step) - 1, 0)
+        if self.levels is None or number % self.codec.threshold_every == 0:
+            count = len(self.layout.pieces)
+            self.levels = torch.full((count,), -1, dtype=torch.int32, device=self.device)
+        return self.levels
 
     def blank(self, body: Tensor) -> bool:
         """Whether a section of the body (on the host) holds zeros only; positions do not count."""

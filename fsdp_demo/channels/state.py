@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -62,24 +62,27 @@ class Placement:
 @dataclass
 class ChannelState:
     """The state that a channel keeps between exchanges: workspaces of its active copy, None where
-    it keeps none, and which of its tensors have a gradient. Fields as in `LocalChannel`."""
+    it keeps none, and which of its tensors have a gradient. Fields as in `LocalChannel`; `levels`:
+    of its `ChannelCodec`."""
 
     present: list[bool]
     accumulator: Tensor | None = None
     anchor: Tensor | None = None
     momentum: Tensor | None = None
     written: Tensor | None = None
+    own_momentum: Tensor | None = None
+    levels: list[int] = field(default_factory=list)
 
     @property
     def workspaces(self) -> dict[str, Tensor]:
         """The workspaces that are kept, by name."""
-        return {
-            key: work for key, work in vars(self).items() if key != "present" and work is not None
-        }
+        rest = ("present", "levels")
+        return {k: work for k, work in vars(self).items() if k not in rest and work is not None}
 
     def to_tree(self) -> dict[str, Any]:
         """The state as a checkpoint holds it; tensors are references."""
-        return {**self.workspaces, "present": list(self.present)}
+        levels = {"levels": list(self.levels)} if self.levels else {}
+        return {**self.workspaces, "present": list(self.present), **levels}
 
     @classmethod
     def from_tree(cls, channel: str, tree: Mapping[str, Any]) -> ChannelState:
@@ -108,6 +111,7 @@ class LocalChannel:
         layouts: of all active copies; layout, windows: of this copy (None and none on a copy that
             is not active).
         accumulator, anchor, momentum: workspaces of this copy, None where the channel keeps none.
+        own_momentum: outer momentum of this replica's own deltas (`applier.own_step`), else None.
         written: the anchor and what rounding has added to the parameters; None where they are fp32.
         stages: of the channel (`Channel.stages`); channel: the stage of what is sent now.
     """
@@ -129,6 +133,7 @@ class LocalChannel:
         self.anchor: Tensor | None = None
         self.written: Tensor | None = None
         self.momentum: Tensor | None = None
+        self.own_momentum: Tensor | None = None
         self.present = [False] * len(self.covered)
         self._low_precision = any(params[i].dtype != torch.float32 for i in self.covered)
         if self._low_precision and channel.queues:
@@ -176,7 +181,7 @@ class LocalChannel:
 
     def begin(self, step: int) -> None:
         """Take the settings of `step`; accumulator and momentum, where there are any, are zero."""
-        self.accumulator = self.momentum = None
+        self.accumulator = self.momentum = self.own_momentum = None
         self._sends = self._lands = -1
         self.enter(step)
 
@@ -204,6 +209,7 @@ class LocalChannel:
         stage, delta = self.stages[self.stage(step)][1], self.channel.source == "delta"
         found = {"anchor": delta, "written": delta and self._low_precision}
         found |= {"accumulator": stage.accumulator is not None, "momentum": self.has_momentum(step)}
+        found["own_momentum"] = found["momentum"] and stage.applier.own_step
         return {name for name, kept in found.items() if kept}
 
     def refuse_unlike(self, saved: Collection[str], step: int) -> None:
@@ -234,9 +240,11 @@ class LocalChannel:
 
     def _make_momentum(self) -> None:
         landing = self.stages[self._lands][1]
-        self.momentum = None
+        self.momentum = self.own_momentum = None
         if self.layout is not None and landing.source == "delta" and landing.applier.momentum:
             self.momentum = self._keep(self.layout.new(self.host.device))
+            if landing.applier.own_step:
+                self.own_momentum = self._keep(self.layout.new(self.host.device))
 
     def _keep(self, work: Tensor | None) -> Tensor | None:
         """Move a workspace to where anchors and outer momentum live."""
@@ -311,9 +319,8 @@ class LocalChannel:
         """What is kept between exchanges: workspaces (no copies) and the gradients ever seen."""
         if self._home != self.host.device:  # copies to the host may still be under way
             synchronize(self.host.device)
-        return ChannelState(
-            list(self.present), self.accumulator, self.anchor, self.momentum, self.written
-        )
+        works = self.accumulator, self.anchor, self.momentum, self.written, self.own_momentum
+        return ChannelState(list(self.present), *works)
 
     def load(self, state: ChannelState, step: int) -> None:
         """Restore the state of `step`. Raises ValueError if it is of another layout or preset."""

@@ -273,7 +273,7 @@ def reshard(
         c.channel.name: [_stretch(own["parameters"][i], *place) for i in c.covered]
         for c in exchange.channels
     }
-    keys = ("anchor", "momentum", *(() if shared else ("accumulator", "written")))
+    keys = ("anchor", "momentum", *(() if shared else ("accumulator", "written", "own_momentum")))
     found = gather(saved, island, wanted, keys)
     heads = saved.of_island(island)
     outlines = [saved.outline(head["rank"], island) for head in heads]
@@ -299,7 +299,7 @@ def reshard(
 
 def _packed(
     c: ChannelRunner, works: Mapping[str, Sequence[Tensor]], names: Iterable[str]
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """The workspaces of a channel here, of these names; those not in `works` as at its start."""
     begun = c.pack("parameter")
     if c.layout is None or begun is None:  # a copy that is not active keeps none

@@ -235,6 +235,33 @@ def _codes(bits: int, device: torch.device) -> Tensor:
     return upload(codes.to(torch.uint8).view(WORDS[bits]).view(-1), device)
 
 
+def cut(bits: int) -> list[int]:
+    """The parts, of 8, 4, 2 and 1 bit, into which numbers of `bits` bits are cut; the lowest first.
+
+    >>> cut(12), cut(7)
+    ([8, 4], [4, 2, 1])
+    """
+    return [part for part in (8, 4, 2, 1) if bits & part]
+
+
+def low_planes(bits: int, number: Tensor) -> list[Tensor]:
+    """The low bits of numbers (int16) in planes."""
+    out, low = [], number.to(torch.uint8)
+    for part in cut(bits):
+        out.append(pack(low & (1 << part) - 1 if part < 8 else low, part))
+        low = low >> part if part < 8 else (number >> 8).to(torch.uint8)
+    return out
+
+
+def low_bits(bits: int, planes: list[Tensor], count: int) -> Tensor:
+    """The inverse of `low_planes`: int16 [count]."""
+    out, at = torch.zeros(0, dtype=torch.float32, device="cpu"), 0
+    for part, data in zip(cut(bits), planes, strict=True):
+        found = unpack(data, part)[:count].to(torch.int16)
+        out, at = out.add_(found.bitwise_left_shift_(at)) if at else found, at + part
+    return out
+
+
 # ---- rows of values as bytes --------------------------------------------------------------------
 
 # values coded at once on a CPU: what is written in between stays in the cache of a core

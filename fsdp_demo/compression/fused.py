@@ -29,7 +29,7 @@ WARPS = {"accumulate": 8, "select": 8, "mean": 8}  # with 4, `accumulate` spills
 def takes(codec: Codec) -> bool:
     """Whether the kernels know what a codec sends."""
     code = FORMATS[codec.value_dtype]
-    return codec.indexed and codec.topk <= MOST and (code.bits, code.scales) in CODES
+    return codec.selection.by == "data" and codec.topk <= MOST and (code.bits, code.scales) in CODES
 
 
 def fits(tensors: Sequence[Tensor | None]) -> bool:

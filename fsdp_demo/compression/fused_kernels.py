@@ -144,7 +144,7 @@ def _bit(index, i, block, n, K: tl.constexpr, LOW: tl.constexpr):
 @triton.jit
 def _write_low(numbers, base, n, g, LOW: tl.constexpr, K: tl.constexpr, PS: tl.constexpr):
     """Write the LOW lowest bits of the numbers of 8 blocks in their planes, from `base` on."""
-    for j in tl.static_range(4):  # parts of 8, 4, 2 and 1 bit, as `sparse.cut` has them
+    for j in tl.static_range(4):  # parts of 8, 4, 2 and 1 bit, as `formats.cut` has them
         if LOW & (8 >> j):
             line, part = tl.arange(0, PS * 4), tl.arange(0, 1 << j)[None, :]
             at = line[:, None] * (1 << j) + part

@@ -75,7 +75,7 @@ def say_what_selects() -> None:
         )
 
 
-def _bits(a: Tensor) -> Tensor:
+def magnitudes(a: Tensor) -> Tensor:
     """Magnitudes as int32, in the same order."""
     return a.view(torch.int32) & 0x7FFFFFFF
 
@@ -92,7 +92,7 @@ def _best(magnitude: Tensor, index: Tensor, k: int) -> Tensor:
 def _exact(a: Tensor, k: int) -> Tensor:
     """Top k of rows of any length up to 4096."""
     index = torch.arange(a.shape[1], device=a.device)
-    return _best(_bits(a.contiguous()), index, k).sort(1).values
+    return _best(magnitudes(a.contiguous()), index, k).sort(1).values
 
 
 def _grouped(a: Tensor, k: int) -> Tensor:
@@ -101,7 +101,7 @@ def _grouped(a: Tensor, k: int) -> Tensor:
     few bytes move.
     """
     n, index = len(a), torch.arange(BLOCK, device=a.device)
-    magnitude = _bits(a.contiguous())
+    magnitude = magnitudes(a.contiguous())
     most, row = magnitude.view(n, 4, 16, 64).max(2)  # of equal ones the first
     first = row.mul_(64).add_(index.view(4, 16, 64)[:, 0])
     found = _best(most.view(n, 256), first.view(n, 256), k)  # an element of each group

@@ -17,15 +17,22 @@ from torch import Tensor
 
 from ..config.parts import Codec
 from . import formats as values
+from . import threshold
 from .blocks import Layout
-from .formats import pack, unpack
+from .formats import cut, low_bits, low_planes, pack
 from .selection import BY_DATA
 from .windows import EDGE, Group, Window, stretches, upload
 
 
 def position_form(group: Group, topk: int) -> Form:
-    """The form in which the positions of a group's blocks are sent."""
+    """The form in which the positions of a group's blocks are sent, as many of each."""
     return shortest_form(group.r * group.s, group.k(topk))
+
+
+def _form(group: Group, codec: Codec) -> Form | threshold.TensorForm:
+    """The form of a group's positions under this codec."""
+    chosen = threshold.form if codec.by_tensor else position_form
+    return chosen(group, codec.topk)
 
 
 def dense_code(codec: Codec) -> str:
@@ -46,7 +53,7 @@ def spans(layout: Layout, codec: Codec) -> list[tuple[int, int, int]]:
     out, at = [], 0
     for g in layout.groups:
         middle = at + values.num_bytes(codec.value_dtype, g.count, g.k(codec.topk))
-        end = middle + position_form(g, codec.topk).num_bytes(g.count)
+        end = middle + _form(g, codec).num_bytes(g.count)
         out.append((at, middle, end))
         at = end
     return out
@@ -82,7 +89,7 @@ class Coded:
     Attributes:
         group: the group.
         values: scales and codes of the values in each section.
-        positions: planes of the positions in each section (`Form.planes`).
+        positions: planes of the positions in each section (`Form.planes`, `TensorForm.split`).
     """
 
     group: Group
@@ -98,7 +105,7 @@ def split(layout: Layout, codec: Codec, datas: Sequence[Tensor]) -> dict[Group, 
             values.split_bytes(codec.value_dtype, d[begin:middle], g.count, g.k(codec.topk))
             for d in datas
         ]
-        form = position_form(g, codec.topk)
+        form = _form(g, codec)
         out[g] = Coded(g, found, [form.split(d[middle:end], g.count) for d in datas])
     return out
 
@@ -113,6 +120,8 @@ def decode_window(
         Places in the block, int64 [R, n, k]: below 4096 whatever the bytes, and distinct in a block
         that was encoded; values fp32 [R, n, k].
     """
+    if codec.by_tensor:
+        return threshold.decode_window(window, coded.values, coded.positions, codec)
     g, first, n = coded.group, window.first, window.count
     k = g.k(codec.topk)
     found = values.decode_rows(codec.value_dtype, coded.values, g.count, k, first, n)
@@ -137,14 +146,21 @@ def decode_window(
 
 
 def encode_sparse(
-    layout: Layout, codec: Codec, work: Tensor, chosen: list[Tensor] | None = None
+    layout: Layout,
+    codec: Codec,
+    work: Tensor,
+    chosen: list[Tensor] | None = None,
+    levels: Tensor | None = None,
 ) -> Tensor:
     """Select and code the workspace `work` (flat fp32, not changed): uint8 [sparse_bytes]. The
-    positions of each stretch are added to `chosen`, int16 [n, k].
+    positions of each stretch are added to `chosen`, int16 [n, k]. levels: `threshold.encode`'s.
     """
     data = torch.empty(sparse_bytes(layout, codec), dtype=torch.uint8, device=work.device)
     of = dict(zip(layout.groups, spans(layout, codec), strict=True))
-    for s in stretches(layout.windows(work.device), work.device, codec.topk):
+    if codec.by_tensor:
+        threshold.encode(layout, codec, work, data, of, levels)
+    windows = [] if codec.by_tensor else layout.windows(work.device)
+    for s in stretches(windows, work.device, codec.topk):
         assert s.group is not None
         index = encode_stretch(s, of[s.group], codec, work, data)
         if chosen is not None:
@@ -244,19 +260,10 @@ def shortest_form(n: int, k: int) -> Form:
     return min(found, key=lambda f: (f.bits, f.flags))
 
 
-def cut(bits: int) -> list[int]:
-    """The parts, of 8, 4, 2 and 1 bit, into which numbers of `bits` bits are cut; the lowest first.
-
-    >>> cut(12), cut(7)
-    ([8, 4], [4, 2, 1])
-    """
-    return [part for part in (8, 4, 2, 1) if bits & part]
-
-
 def encode_positions(f: Form, index: Tensor) -> list[Tensor]:
     """The planes of positions (int64 [rows, k], ascending and distinct in a row): uint8 each."""
     rows, device, number = len(index), index.device, index.to(torch.int16)
-    low = _low_planes(f.low, number.view(-1))
+    low = low_planes(f.low, number.view(-1))
     if not f.flags:
         return low
     bit = (number >> f.low).add_(torch.arange(f.k, dtype=torch.int16, device=device))
@@ -291,7 +298,7 @@ def decode_positions(f: Form, planes: list[Tensor], rows: int) -> Tensor:
     Numbers are added modulo 2^16: those of honest bytes lie below 2^13.
     """
     device, count = planes[0].device, rows * f.k
-    low = _low_bits(f.low, planes[2 if f.flags else 0 :], count)
+    low = low_bits(f.low, planes[2 if f.flags else 0 :], count)
     if not f.flags:
         return low.clamp_(0, f.n - 1).view(rows, f.k).long()
     inside, start = _inside(planes[1], count)
@@ -365,21 +372,3 @@ def _of_symbols(device: torch.device) -> Tensor:
         inside = torch.where(first, lowest, torch.where(third, 2, second))
         found.append(inside + 4 * first)
     return upload(torch.stack(found, 1).to(torch.uint8).view(torch.int32).view(-1), device)
-
-
-def _low_planes(bits: int, number: Tensor) -> list[Tensor]:
-    """The low bits of numbers (int16) in planes."""
-    out, low = [], number.to(torch.uint8)
-    for part in cut(bits):
-        out.append(pack(low & (1 << part) - 1 if part < 8 else low, part))
-        low = low >> part if part < 8 else (number >> 8).to(torch.uint8)
-    return out
-
-
-def _low_bits(bits: int, planes: list[Tensor], count: int) -> Tensor:
-    """The inverse of `_low_planes`: int16 [count]."""
-    out, at = torch.zeros(0, dtype=torch.float32, device="cpu"), 0
-    for part, data in zip(cut(bits), planes, strict=True):
-        found = unpack(data, part)[:count].to(torch.int16)
-        out, at = out.add_(found.bitwise_left_shift_(at)) if at else found, at + part
-    return out

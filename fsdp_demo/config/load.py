@@ -17,6 +17,9 @@ from .methods import presets
 from .parsing import MEANT, by_path, nearest, one_of, read_yaml, typed
 from .schema import ExchangeConfig
 
+MADE = ("adamw", "qhadamw", "muonadamw", "sgd")
+"""Inner optimizers that `base_optimizer` makes."""
+
 TOP = tuple(sorted({f.name for f in fields(ExchangeConfig)} - {"preset", "channels"}))
 """The keys of the top level that a change may name."""
 
@@ -27,7 +30,8 @@ def preset(name: str, **changes: Any) -> ExchangeConfig:
     Args:
         name: one of `presets()`, or "auto" (`config/auto.py`).
         changes: keywords of the preset's function, where `sync_every` is the same as `period`;
-            top-level fields (`clip`, `clip_scope`, `inner_optimizers`, `max_in_flight`,
+            `inner_optimizer`, one of those it is defined for ("qhadamw" where AdamW is); top-level
+            fields (`clip`, `clip_scope`, `inner_optimizers`, `max_in_flight`,
             `norm_limit`, `offload_outer_state`, `own_tensors`, `seed`, and `lr`, the inner rate,
             where the function has no `lr` of its own); or dotted paths.
 
@@ -60,6 +64,8 @@ def _made(name: str, changes: dict[str, Any]) -> ExchangeConfig:
         changes["period"] = changes.pop("sync_every")
     own = {k: typed(hints[k], v, k) for k, v in changes.items() if k in takes}
     rest = {k: v for k, v in changes.items() if k not in own}
+    if "inner_optimizer" in rest:
+        rest["inner_optimizers"] = _inner(known[name](**own), rest.pop("inner_optimizer"), rest)
     for key in rest:
         if "." not in key and key not in TOP:
             options = [*takes, *(name for name in TOP if name not in takes)]
@@ -69,6 +75,19 @@ def _made(name: str, changes: dict[str, Any]) -> ExchangeConfig:
                 f"(allowed: {allowed}){see('unknown-key')}"
             )
     return known[name](**own).changed(rest)
+
+
+def _inner(config: ExchangeConfig, chosen: Any, rest: Mapping[str, Any]) -> tuple[str, ...]:
+    """The `inner_optimizers` that `inner_optimizer=chosen` stands for, if the preset is defined for
+    it: `QHAdamW` is AdamW with another momentum.
+    """
+    if "inner_optimizers" in rest:
+        raise ValueError("inner_optimizer and inner_optimizers are the same: give one of them")
+    first, names = config.inner_optimizers[0], {*config.inner_optimizers}
+    names |= {"qhadamw"} if first == "adamw" else {*MADE} if first == "any" else set()
+    fits = (first,) if first == "muonadamw" else tuple(n for n in MADE if n in names)
+    one_of(f"preset {config.preset!r}: inner_optimizer", chosen, fits)
+    return (chosen,)
 
 
 def changed(config: ExchangeConfig, changes: Mapping[str, Any]) -> ExchangeConfig:

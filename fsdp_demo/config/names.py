@@ -5,7 +5,7 @@ Each table is the one list of its names. The code behind a name is registered un
 further up, and `tests/test_registries.py` keeps both sides equal:
 
 * FORMATS, TRANSFORMS, SELECTIONS: `compression/formats.py`, `compression/transform.py`,
-  `compression/selection.py`.
+  `compression/selection.py`, `compression/threshold.py`.
 * APPLIERS: `channels/apply.py`.
 """
 
@@ -61,8 +61,9 @@ class Selection:
 
     Attributes:
         by: "nobody": everything is sent; "data": by the values themselves, so that positions travel
-            with them and messages cannot be summed on the way; "step": by the number of the
-            exchange, so that all replicas know the positions.
+            with them and messages cannot be summed on the way; "tensor": the same, over all blocks
+            of a tensor; "step": by the number of the exchange, so that all replicas know the
+            positions.
         alike: whether the positions are the same in every block.
     """
 
@@ -97,6 +98,7 @@ TRANSFORMS = ("none", "dct")
 SELECTIONS = {
     "dense": Selection("nobody"),
     "topk": Selection("data"),
+    "threshold": Selection("tensor"),
     "random": Selection("step"),
     "stride": Selection("step", alike=True),
 }

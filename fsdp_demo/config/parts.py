@@ -105,10 +105,13 @@ class Codec:
     Attributes:
         transform: orthonormal transform of each block.
         select: `dense`: everything; `topk`: the largest of each block, whose positions travel
-            along; `random`, `stride` (FlexDeMo): positions that all islands compute from the step,
-            so that only values travel, which can be summed on the way.
+            along; `threshold` (arXiv 2010.08899): as many, the largest of a whole tensor, or of the
+            part of it that a rank holds; `random`, `stride` (FlexDeMo): positions that all islands
+            compute from the step, so that only values travel, which can be summed on the way.
         topk: values of each block of 4096 that are sent; refused where everything is. Small tensors
             go whole.
+        threshold_every: exchanges from one estimate of a threshold to the next. Between them fewer
+            values may be sent, and never more.
         value_dtype: number format of the values.
         transform_precision: `bf16`: the transform multiplies in bf16 (CUDA: TF32): faster, nearly
             the same choice. What is sent is still exactly what is subtracted.
@@ -124,12 +127,14 @@ class Codec:
     topk: int = 32
     value_dtype: str = "fp32"
     transform_precision: str = "fp32"
+    threshold_every: int = 1
 
     def __post_init__(self) -> None:
         one_of("codec.transform", self.transform, TRANSFORMS)
         one_of("codec.select", self.select, tuple(SELECTIONS))
         one_of("codec.value_dtype", self.value_dtype, tuple(FORMATS))
         one_of("codec.transform_precision", self.transform_precision, PRECISIONS)
+        in_range("codec.threshold_every", self.threshold_every, 1)
         if self.transform_precision != "fp32" and self.transform == "none":
             raise ValueError(
                 f"codec.transform_precision={self.transform_precision!r} is about the transform, "
@@ -166,7 +171,12 @@ class Codec:
         """Whether positions are chosen by the data, so that they travel with the values and
         messages cannot be summed on the way.
         """
-        return self.selection.by == "data"
+        return self.selection.by in ("data", "tensor")
+
+    @property
+    def by_tensor(self) -> bool:
+        """Whether one choice goes over all blocks of a tensor."""
+        return self.selection.by == "tensor"
 
     @property
     def seeded(self) -> bool:
@@ -214,6 +224,9 @@ class Applier:
         dense_lr: the same for tensors that a sparse channel sends whole.
         momentum: momentum of the outer step.
         nesterov: the momentum is Nesterov's.
+        dampening: the mean joins the momentum by 1 - dampening, as in torch.optim.SGD, but from the
+            first round on. As large as `momentum` it makes a mean of the past; with `nesterov` the
+            step is QHM's (arXiv 1810.06801) and GPA's (arXiv 2512.17131).
         local_delta: each island applies its own delta in full, and of the mean only `beta` times
             the accumulator of the exchange (released rule of 2510.03371).
         mix: share of the local parameters that stays (alpha of Streaming DiLoCo, torchft's
@@ -222,8 +235,9 @@ class Applier:
         momentum_warmup: rounds over which the momentum rises linearly from 0; 0: constant.
         keep_steps: after a delay the local steps since the last send stay; false: they are undone.
         own_share: share of an own delta in flight that the parameters keep when an earlier mean
-            lands, with a delay of one period up to two. 1/R makes the eager updates of arXiv
-            2502.12996 with `lr` 1 and no momentum; the paper's own share takes the outer step, too.
+            lands, with a delay of one period up to two; 1/R in eager updates (arXiv 2502.12996).
+        own_step: the own share takes the outer step, too, with a momentum that each island keeps
+            for itself, as in that paper.
 
     Example:
         >>> from fsdp_demo import Applier
@@ -242,6 +256,8 @@ class Applier:
     momentum_warmup: int = 0
     keep_steps: bool = False
     own_share: float = 1.0
+    own_step: bool = False
+    dampening: float = 0.0
 
     def __post_init__(self) -> None:
         one_of("applier.acts_as", self.acts_as, tuple(APPLIERS))
@@ -257,6 +273,10 @@ class Applier:
             raise ValueError(
                 "applier.nesterov=True needs applier.momentum > 0, found 0.0: set a momentum or "
                 "drop nesterov"
+            )
+        if not 0.0 <= self.dampening < 1.0:
+            raise ValueError(
+                f"applier.dampening={self.dampening} is out of range: allowed is 0 <= dampening < 1"
             )
         in_range("applier.momentum_warmup", self.momentum_warmup, 0)
 

@@ -110,6 +110,13 @@ def _applier_rules(c: Channel) -> list[tuple[bool, str]]:
             f"schedule.delay < 2 schedule.sync_every, found {c.source!r}, mix={a.mix:g}, "
             f"sync_every={c.schedule.sync_every}, delay={c.schedule.delay}: use own_share=1",
         ),
+        (
+            a.own_step and (a.own_share == 1 or a.local_delta or bool(c.later)),
+            "applier.own_step=True is about the own delta in flight: it needs applier.own_share "
+            "below 1 (1/R of R islands), applier.local_delta=False and no phases (later), found "
+            f"own_share={a.own_share:g}, local_delta={a.local_delta}, {len(c.later)} phases: leave "
+            "it False",
+        ),
         (c.after == c.name, f"after={c.after!r} is the channel itself: name another one, or none"),
     ]
 
@@ -144,7 +151,7 @@ def _kept_in_phases(a: Channel, b: Channel) -> list[tuple[str, Any, Any]]:
     """
     # blocks are cut alike for all selections of some of their values
     codec = ("transform",) if a.codec.sparse == b.codec.sparse else ("transform", "select")
-    applier = ("acts_as", "local_delta", "mix", "keep_steps", "own_share")
+    applier = ("acts_as", "local_delta", "mix", "keep_steps", "own_share", "own_step")
     keys = [("codec", k) for k in codec] + [("applier", k) for k in applier]
     keys.append(("reducer", "weight"))
     return [
@@ -246,7 +253,9 @@ def conflict(a: Channel, b: Channel) -> str | None:
 _OFF = ("none", "replica")
 """Words that switch a setting off, as 0, false and null do: true of a method without it."""
 
-_MOMENTUM = ("applier.momentum", "applier.nesterov", "applier.momentum_warmup")
+_MOMENTUM = tuple(
+    f"applier.{key}" for key in ("momentum", "nesterov", "momentum_warmup", "dampening")
+)
 
 
 def refuse_unused(
@@ -293,10 +302,15 @@ def _unused(c: Channel) -> dict[str, str]:
     found: dict[str, str] = {}
     if not c.codec.sparse:
         found |= dict.fromkeys(("codec.topk", "applier.dense_lr"), whole)
+    if not c.codec.by_tensor and c.codec.threshold_every > 1:
+        found["codec.threshold_every"] = (
+            f"it is for codec.select='threshold', found {c.codec.select!r}"
+        )
     if c.feedback != "subtract":
         found["accumulator.alpha"] = f"it is for feedback='subtract', found {c.feedback!r}"
     if a.momentum == 0:
-        found["applier.momentum_warmup"] = f"{name} has no momentum (applier.momentum=0)"
+        without = f"{name} has no momentum (applier.momentum=0)"
+        found |= dict.fromkeys(("applier.momentum_warmup", "applier.dampening"), without)
     if a.local_delta:
         local = "whose momentum is the accumulator's (accumulator.beta)"
         found |= dict.fromkeys(_MOMENTUM, f"{name} has applier.local_delta=True, {local}")

@@ -319,7 +319,9 @@ class ExchangeConfig:
             after = f"{begin:.3g} of the run" if begin < 1 else counted(int(begin), "step")
             when = f"after {after} " if begin else ""
             select = (
-                f"top-{c.codec.topk}" if c.codec.indexed else f"{c.codec.select} {c.codec.topk}"
+                f"top-{c.codec.topk}"
+                if c.codec.selection.by == "data"
+                else f"{c.codec.select} {c.codec.topk}"
             )
             sparse = f"{c.codec.transform}+{select}/{BLOCK} " if c.codec.sparse else ""
             late = (

@@ -370,10 +370,11 @@ def _on_host(
 
 
 def _outer(section: ChannelCodec) -> int:
-    """Anchor and outer momentum."""
+    """Anchor and outer momentum, and that of own deltas."""
     if section.channel.source != "delta":
         return 0
-    return 4 * section.layout.numel * (2 if section.channel.applier.momentum else 1)
+    applier = section.channel.applier
+    return 4 * section.layout.numel * (1 + bool(applier.momentum) * (1 + applier.own_step))
 
 
 def _payload(section: ChannelCodec) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..config.schema import ExchangeConfig
 from ..errors import see
 from .muon import MuonAdamW
+from .qhadamw import QHAdamW, fresh_moments
 
 log = logging.getLogger("fsdp_demo")
 
@@ -33,7 +34,8 @@ def base_optimizer(
 ) -> torch.optim.Optimizer:
     """The inner optimizer that `config` is defined for.
 
-    "sgd" gives SGD, "muonadamw" `MuonAdamW` (needs named parameters), everything else AdamW.
+    "sgd" gives SGD, "muonadamw" `MuonAdamW` (needs named parameters), "qhadamw" `QHAdamW`,
+    everything else AdamW.
 
     Args:
         config: an `ExchangeConfig`.
@@ -66,7 +68,7 @@ def base_optimizer(
 
 def inner_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     """The class of an inner optimizer by its name in `inner_optimizers`."""
-    others = {"sgd": torch.optim.SGD, "muonadamw": MuonAdamW}
+    others = {"sgd": torch.optim.SGD, "muonadamw": MuonAdamW, "qhadamw": QHAdamW}
     return others.get(name, torch.optim.AdamW)
 
 
@@ -107,7 +109,8 @@ def check_inner(
     wanted = "sgd without momentum" if plain_sgd else " or ".join(config.inner_optimizers)
     for name, optimizer in zip(names, optimizers, strict=True):
         momentum = max(g.get("momentum", 0) for g in optimizer.param_groups) if plain_sgd else 0
-        if name.lower() not in config.inner_optimizers or momentum:
+        kinds = {name.lower(), *(["adamw"] if name == "QHAdamW" else [])}  # it is AdamW at nu=1
+        if not kinds & {*config.inner_optimizers} or momentum:
             found = f"{name} with momentum {momentum}" if momentum else name
             asks = plain_sgd and name == "AdamW"
             form = ", ask for FlexDeMo's AdamW form by inner_optimizer='adamw'" if asks else ""
@@ -152,14 +155,16 @@ def materialise(optimizer: torch.optim.Optimizer) -> None:
 def fresh_state(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor
 ) -> dict[str, Tensor] | None:
-    """What torch's SGD, Adam, AdamW and Muon hold for parameter `p` of `group` before their first
-    step; None of others, which make their state at that step.
+    """What torch's SGD, Adam, AdamW and Muon, and `QHAdamW`, hold for parameter `p` of `group`
+    before their first step; None of others, which make their state at that step.
 
     SGD's momentum begins as a copy of the first gradient g. A buffer of negative zeros comes to the
     same at the first step, since mu * -0.0 + g is g for every g. With dampening there is no such
     buffer: None.
     """
     kind = type(optimizer)  # the class itself: one that inherits from it may keep something else
+    if kind is QHAdamW:
+        return fresh_moments(p)
     is_muon = kind is torch.optim.Muon or kind.__name__ == "ShardedMuon"
     if kind is torch.optim.SGD:
         if group["momentum"] and group["dampening"]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_demo import ExchangeConfig, MuonAdamW, preset
+from fsdp_demo import ExchangeConfig, MuonAdamW, QHAdamW, preset
 from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.compression.selection import seeded
 from fsdp_demo.compression.windows import EDGE
@@ -39,6 +39,10 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def slow(params: Any) -> torch.optim.Optimizer:
+    return QHAdamW(params, lr=0.01, betas=(0.99, 0.999), nu=0.7, weight_decay=0.1)
 
 
 def decayed(params: Any) -> torch.optim.Optimizer:
@@ -197,6 +201,18 @@ CASES = {
         {"period": P}),
     "diloco-warmup": Case(preset("diloco", momentum_warmup=3, period=P, clip=None), oracle.DiLoCo,
         adamw, {"period": P, "warmup": 3}),
+    "diloco-damped": Case(preset("diloco", momentum_warmup=0, period=P, clip=None,
+        **{"applier.dampening": 0.5}), oracle.DiLoCo, adamw, {"period": P, "dampening": 0.5}),
+    "diloco-slow": Case(preset("diloco", inner_optimizer="qhadamw", momentum_warmup=0, period=P,
+        clip=None), oracle.DiLoCo, slow, {"period": P}),
+    "desloc-slow": Case(preset("desloc", inner_optimizer="qhadamw", embeddings=True, period=P,
+        clip=None), oracle.Averaging, slow,
+        {"period": P, "states": {"exp_avg": 12, "exp_avg_sq": 24}}),
+    "diloco-eager": Case(preset("diloco", eager=2, momentum_warmup=0, period=P, clip=None),
+        oracle.Eager, adamw, {"period": P, "share": 0.5}),
+    "diloco-eager-4": Case(preset("diloco", eager=4, momentum_warmup=0, period=P, clip=None,
+        **{"applier.dampening": 0.5}), oracle.Eager, adamw,
+        {"period": P, "share": 0.25, "dampening": 0.5}),
     "streaming_diloco": Case(preset("streaming_diloco", momentum_warmup=0, clip=None, **STREAM),
         oracle.Streaming, adamw,
         {"period": 6, "delay": 2, "mix": 0.5, "parts": parts(2, "strided")}, model=LAYERED),
@@ -227,6 +243,9 @@ CASES = {
     "sparse_loco": Case(preset("sparse_loco", period=P, value_dtype="fp32", clip=None,
         inner_optimizers="as_is"), oracle.SparseLoCo, sgd, {"period": P, "code": "fp32"},
         seeds={"2x2": 0, "4x1": 4}),
+    "threshold": Case(preset("sparse_loco", period=P, value_dtype="fp32", clip=None,
+        inner_optimizers="as_is", **{"codec.select": "threshold", "codec.threshold_every": 2}),
+        oracle.SparseLoCo, sgd, {"period": P, "code": "fp32", "every": 2}, seeds={"4x1": 74}),
 }  # fmt: skip
 
 

@@ -31,6 +31,7 @@ CONFIGS = {
     "diloco, kept": preset("diloco", period=4, inner_optimizers="as_is",
         **{"schedule.delay": 2, "applier.keep_steps": True}),
     "diloco, queue": preset("diloco", period=2, inner_optimizers="as_is", **{"schedule.delay": 3}),
+    "diloco, eager": preset("diloco", period=2, eager=2, inner_optimizers="as_is"),
     "streaming": preset("streaming_diloco", period=3, delay=1, layers=0, inner_optimizers="as_is"),
     "consensus": preset("decoupled_momentum", period=4, inner_optimizers="as_is"),
     "released": preset("decoupled_momentum", rule="released", period=4, inner_optimizers="as_is"),

@@ -27,6 +27,8 @@ PRESETS = [
     ("demo", {"reducer.mean_over": "replicas"}),
     ("decoupled_momentum", {"rule": "released", "average_every": 2, "transform": True}),
     ("muloco", {"value_dtype": "fp32"}),
+    ("diloco", {"eager": 2}),
+    ("sparse_loco", {"codec.select": "threshold"}),
 ]
 MOVES = [
     (Form(2, 2), Form(2, 1)),

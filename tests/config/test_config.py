@@ -80,6 +80,9 @@ quick = settings(max_examples=25, deadline=None)
     ({"applier.momentum": 1.0}, ["applier.momentum=1.0", "momentum < 1"]),
     ({"applier.mix": 1.01}, ["applier.mix=1.01"]),
     ({"applier.own_share": -0.1}, ["applier.own_share=-0.1"]),
+    ({"applier.dampening": 1.0}, ["applier.dampening=1.0", "dampening < 1"]),
+    ({"applier.dampening": 0.5}, ["applier.dampening=0.5 has no effect", "no momentum"]),
+    ({"applier.own_step": True}, ["applier.own_step=True", "1/R", "own_share=1"]),
     ({"clip": 0.0}, ["clip=0.0", "null"]),
     ({"clip": -1.0}, ["clip=-1.0"]),
     ({"clip": float("nan")}, ["clip=nan"]),
@@ -382,8 +385,8 @@ def test_config_digest_holds_every_field(name: str) -> None:
     # What cannot change alone: other values of these are refused without a change elsewhere.
     words = "source transform select feedback mean_over acts_as value_dtype sign order clip rate "
     words += "clip_scope after offload_outer_state transform_precision nesterov local_delta mix "
-    words += "accumulator offset sync_every momentum keep_steps own_share fragments local_steps "
-    words += "backup_islands "
+    words += "accumulator offset sync_every momentum keep_steps own_share own_step dampening "
+    words += "fragments local_steps backup_islands "
     words += "weight" if any(c.later for c in config.channels) else ""
     assert unmoved <= set(words.split())
 

@@ -4,6 +4,7 @@ and what can go wrong.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +17,13 @@ from torch.distributed.fsdp import fully_shard
 
 import fsdp_demo
 from fsdp_demo import Channel, ExchangeConfig, SyncSchedule, preset
+from fsdp_demo.checkpoint import load_exchange, save_exchange
 
 from ..channels.test_presets_oracle import adamw, coding, demo, follow, sgd, start, worst_of
 from ..oracles import presets as oracle
 from ..support import probe
 from ..support.inside import in_ranks
+from ..support.small import same as bit_equal
 from ..support.two_layers import train
 
 ALIGNED = ["aligned.weight"]
@@ -420,6 +423,69 @@ def test_outer_parameters_show_anchor(run_ranks):
     results = run_ranks(lambda me: run(me, RELEASED))
     mean = {n: (results[0][1][n] + results[2][1][n]) / 2 for n in results[0][1]}
     assert all(difference(mean, shown) < 1e-6 for _, _, shown in results)
+
+
+PLAIN = {"clip": None}
+LATE = {"schedule.delay": 1}
+RESUMED = {
+    "demo": demo(value_dtype="int8"),
+    "demo-late": demo(value_dtype="int8", **{"schedule.delay": 2}),
+    "random": preset("random", **PLAIN),
+    "diloco": preset("diloco", period=3, momentum_warmup=3, **PLAIN, **LATE),
+    "diloco-queue": preset("diloco", momentum_warmup=0, period=2, **PLAIN, **{"schedule.delay": 5}),
+    "decoupled_momentum": preset("decoupled_momentum", transform=True, period=3, **PLAIN),
+    "released": decoupled(rule="released", average_every=2),
+    "streaming_diloco": preset("streaming_diloco", momentum_warmup=0, period=3, delay=2, layers=0,
+        **PLAIN),
+    "local_sgd-queue": preset("local_sgd", period=2, **PLAIN, **{"schedule.delay": 5}),
+    "desloc": preset("desloc", embeddings=True, period=2, **PLAIN),
+    "sparse_loco": preset("sparse_loco", period=3, **PLAIN),
+    "threshold": preset("sparse_loco", period=2, **PLAIN, **LATE,
+        **{"codec.select": "threshold", "codec.threshold_every": 4}),
+    "sign_loco": preset("sign_loco", beta=0.6, period=3, momentum_warmup=2, **PLAIN, **LATE),
+    # the second phase begins at the step of the save, before the last message of the first lands
+    "sign_loco-switch": preset("sign_loco", period=3, momentum_warmup=2, switch=6, **PLAIN, **LATE),
+    # in the middle of the second phase, with what is kept
+    "sign_loco-late": preset("sign_loco", period=2, switch=3, late_topk=20, **PLAIN),
+    "sign_loco-kept": preset("sign_loco", period=4,
+        **{"schedule.delay": 2, "applier.keep_steps": True}),
+    "diloco-share": preset("diloco", period=3, **{"schedule.delay": 3, "applier.own_share": 0.5}),
+    "diloco-eager": preset("diloco", period=2, eager=2, **{"applier.dampening": 0.5}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESUMED)
+@in_ranks()
+def test_resume_equals_uninterrupted_run(me, name):
+    """A run that is resumed from the files of `save_exchange` is the run that was not interrupted.
+    Bit for bit, in the middle of a period, with payloads in flight.
+    """
+    config, inner = RESUMED[name], sgd if name.startswith(("demo", "random")) else adamw
+    job, folder = probe.Job(me, config, inner), me.folder / f"home{me.island}"
+    job.steps(6)
+    save_exchange(folder, job.exchange)
+    moments = copy.deepcopy(job.optimizer.state_dict())
+    weights = [p.to_local().detach().clone() for p in job.model.parameters()]
+    flights = len(job.exchange.state_dict()["in_flight"])
+    assert flights == 2 if name == "demo-late" else flights <= 3
+    job.steps(6, 11)
+    state = copy.deepcopy(job.exchange.state_dict())
+    job.exchange.detach()
+
+    def loaded(params):
+        params = list(params)
+        with torch.no_grad():
+            for p, w in zip(params, weights, strict=True):
+                p.to_local().copy_(w)
+        optimizer = inner(params)
+        optimizer.load_state_dict(moments)
+        return optimizer
+
+    again = probe.Job(me, config, loaded, state=load_exchange(folder))
+    assert again.exchange.step == 6 and len(again.exchange.state_dict()["in_flight"]) == flights
+    again.steps(6, 11)
+    assert same(job.whole(), again.whole())
+    assert bit_equal(state, again.exchange.state_dict())
 
 
 @in_ranks(procs=1)

@@ -154,6 +154,7 @@ CASES = {
     "diloco-int8": preset("diloco", period=3, value_dtype="int8"),
     "diloco-late": preset("diloco", period=4, **{"schedule.delay": 3, "applier.mix": 0.5}),
     "diloco-queue": preset("diloco", period=2, **{"schedule.delay": 5}),
+    "diloco-eager": preset("diloco", period=3, eager=2),
     "diloco-tokens": preset("diloco", period=3, **{"reducer.weight": "tokens"}),
     "streaming_diloco": preset("streaming_diloco", period=4, layers=1, delay=2),
     "streaming-queue": preset("streaming_diloco", period=3, layers=1, delay=4, value_dtype="fp32"),

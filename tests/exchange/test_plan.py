@@ -57,6 +57,9 @@ CASES: dict[str, ExchangeConfig] = {
     # forms that no preset takes by default
     "demo, late": preset("demo", topk=3, **{"schedule.delay": 2}),
     "diloco, int8": preset("diloco", period=4, value_dtype="int8"),
+    "diloco, eager": preset("diloco", eager=2, period=3),
+    "sparse_loco, threshold": preset("sparse_loco", period=3,
+        **{"codec.select": "threshold", "codec.threshold_every": 2}),
     "sign_loco, feedback, late": preset("sign_loco", beta=0.6, period=4, **{"schedule.delay": 1}),
     "muloco, int4": preset("muloco", period=4, value_dtype="int4"),
     "muloco, later than its period": preset("muloco", period=2, **{"schedule.delay": 5}),

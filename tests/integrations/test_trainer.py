@@ -108,19 +108,22 @@ def test_trainer_islands_train_one_model(run_ranks, procs, fsdp):
     assert out[0][2] != out[-1][2]  # rows of their own
 
 
-@pytest.mark.parametrize("preset", ["demo", "stride", "muloco"])
+@pytest.mark.parametrize("preset", ["demo", "stride", "muloco", "diloco"])
 @in_ranks(timeout=120)
 def test_trainer_presets_with_own_optimizer(me, preset):
-    """Presets that bring an optimizer of their own train under the Trainer."""
-    changes = {"period": 4} if preset == "muloco" else {}
-    cure = rf'optimizer_cls_and_kwargs=exchange_optimizer\("{preset}", lr=0.005\)\)'
+    """Presets that bring an optimizer of their own, or are given one, train under the Trainer."""
+    given = {"inner_optimizer": "qhadamw"} if preset == "diloco" else {}
+    changes = {"period": 4, **given} if preset.endswith("loco") else {}
+    more = 'inner_optimizer="qhadamw", ' * bool(given)
+    cure = rf'optimizer_cls_and_kwargs=exchange_optimizer\("{preset}", {more}lr=0.005\)\)'
     with pytest.raises(ValueError, match=rf"pass Trainer\(..., {cure}"):
-        script.trainer(me.folder / "refused", {"callbacks": [ExchangeCallback(preset)]})
+        script.trainer(me.folder / "refused", {"callbacks": [ExchangeCallback(preset, **given)]})
     line = one_line(preset, **changes)
     trained = script.trained(me.folder / "out", line, fsdp=True)
     exchange, losses = script.exchange_of(trained), history(trained, "eval_loss")
     made = type(exchange.optimizers[0]).__name__, exchange.metrics()["exchanges"]
-    assert made == (("MuonAdamW", 2) if preset == "muloco" else ("SGD", 8))
+    kinds = {"muloco": ("MuonAdamW", 2), "diloco": ("QHAdamW", 2)}
+    assert made == kinds.get(preset, ("SGD", 8))
     assert losses[-1] < losses[0]
     return script.parameters(trained)
 

@@ -17,13 +17,14 @@ import torch
 
 from .averaging import Averaging
 from .dense import mean_of
+from .eager import Eager
 from .replicas import Gradients, Inner, Replicas, Tensors, due, mean, warmed
 from .sparse import Coding, DecoupledMomentum, Demo, Shard, Sparse, SparseLoCo
 from .streaming import MuLoCo, Streaming, fragments
 
 __all__ = [
-    "Averaging", "Coding", "DecoupledMomentum", "Demo", "DiLoCo", "Full", "Gradients", "Inner",
-    "MuLoCo", "Replicas", "Shard", "Sparse", "SparseLoCo", "Streaming", "Tensors", "due",
+    "Averaging", "Coding", "DecoupledMomentum", "Demo", "DiLoCo", "Eager", "Full", "Gradients",
+    "Inner", "MuLoCo", "Replicas", "Shard", "Sparse", "SparseLoCo", "Streaming", "Tensors", "due",
     "fragments", "mean",
 ]  # fmt: skip
 
@@ -69,9 +70,11 @@ class DiLoCo(Replicas):
         momentum: float = 0.9,
         code: str = "fp32",
         warmup: int = 0,
+        dampening: float = 0.0,
         **kw: Any,
     ):
         super().__init__(*args, **kw)
+        self.dampening = dampening
         self.period = period
         self.lr = lr
         self.momentum = momentum
@@ -89,7 +92,7 @@ class DiLoCo(Replicas):
             average = mean_of(deltas, list(self.anchor), self.S, self.code, self.weights)
             mu = warmed(self.momentum, self.warmup, (self.t + 1) // self.period)
             for name, anchor in self.anchor.items():
-                m = self.m[name] = mu * self.m[name] + average[name]
+                m = self.m[name] = mu * self.m[name] + (1 - self.dampening) * average[name]
                 anchor -= self.lr * (average[name] + mu * m)
                 for theta in self.theta:
                     theta[name].data.copy_(anchor)

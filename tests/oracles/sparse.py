@@ -16,6 +16,7 @@ from .blocks import cut, shard_rows
 from .dct import dct2, idct2
 from .quantise import dequantised
 from .replicas import Gradients, Replicas, Tensors, due, mean
+from .threshold import passing, reached
 from .topk import kept, margin, topk
 
 # one shard of one tensor: a matrix of coefficients per block, and last a vector, what is sent whole
@@ -33,6 +34,8 @@ class Coding:
         block is. None: the k largest.
     clip: scale a replica's values of a block by min(1, median of the replicas' norms of that block
     / its norm).
+    every: exchanges between two estimates of a threshold over a shard's blocks of one size; 0: the
+        k largest of each block.
     """
 
     k: int = 32
@@ -52,6 +55,7 @@ class Coding:
     )
     positions: Positions | None = None
     clip: bool = False
+    every: int = 0
 
     def arrives(self, values: torch.Tensor) -> torch.Tensor:
         """The selected values of one block as the receivers have them."""
@@ -72,6 +76,7 @@ class Shard:
             return any(fnmatch.fnmatch(name, p) for p in patterns)
 
         self.name, self.shape, self.coding, self.number = name, shape, coding, number
+        self.levels: dict[tuple[int, tuple[int, int]], float] = {}
         self.transform = coding.transform and not matches(coding.plain)
         self.blocks, self.rest = cut(
             tuple(shape), dense=matches(coding.dense), flat=not self.transform
@@ -90,13 +95,35 @@ class Shard:
         flat[self.rest] = pieces[-1]
         return flat.reshape(self.shape)
 
-    def sent(self, pieces: Pieces, exchange: int) -> tuple[Pieces, float]:
+    def over_blocks(
+        self, pieces: Pieces, exchange: int, replica: int
+    ) -> tuple[list[list[int]], float]:
+        """Of each block the positions that reach the threshold of the blocks of its size."""
+        out: list[list[int]] = [[] for _ in pieces[:-1]]
+        clear = math.inf
+        for shape in {tuple(p.shape) for p in pieces[:-1]}:
+            mine = [i for i, p in enumerate(pieces[:-1]) if tuple(p.shape) == shape]
+            values = torch.stack([pieces[i] for i in mine]).reshape(-1)
+            most, size = kept(self.coding.k, *shape) * len(mine), math.prod(shape)
+            if exchange % self.coding.every == 0:
+                self.levels[replica, shape] = reached(values, most)
+            found, near = passing(values, most, self.levels[replica, shape])
+            clear = min(clear, near)
+            for where in found:
+                out[mine[where // size]].append(where % size)
+        return out, clear
+
+    def sent(self, pieces: Pieces, exchange: int, replica: int) -> tuple[Pieces, float]:
         """(what the receivers decode, zero where nothing was sent; the smallest margin of a
         choice).
         """
-        out, clear = [], math.inf
-        for block, piece in zip(self.blocks, pieces[:-1], strict=True):
-            if self.coding.positions is not None:
+        out, clear, wide = [], math.inf, []
+        if self.coding.every:
+            wide, clear = self.over_blocks(pieces, exchange, replica)
+        for i, (block, piece) in enumerate(zip(self.blocks, pieces[:-1], strict=True)):
+            if self.coding.every:
+                where = wide[i]
+            elif self.coding.positions is not None:
                 mask = self.coding.positions(exchange, self.name, self.number).reshape(-1)[
                     block.reshape(-1)
                 ]
@@ -188,8 +215,8 @@ class Sparse(Replicas):
             means[name] = []
             for i, shard in enumerate(shards):
                 decoded = []
-                for a in self.a:
-                    q, clear = shard.sent(a[name][i], (self.t + 1) // self.period - 1)
+                for r, a in enumerate(self.a):
+                    q, clear = shard.sent(a[name][i], (self.t + 1) // self.period - 1, r)
                     decoded.append(q)
                     self.margin = min(self.margin, clear)
                 means[name].append(shard.mean(decoded, self.weights))
@@ -400,9 +427,15 @@ class SparseLoCo(DecoupledMomentum):
     """
 
     def __init__(
-        self, *args: Any, k: int = 64, code: str = "2bit", clip_blocks: bool = True, **kw: Any
+        self,
+        *args: Any,
+        k: int = 64,
+        code: str = "2bit",
+        clip_blocks: bool = True,
+        every: int = 0,
+        **kw: Any,
     ):
-        coding = Coding(k=k, code=code, transform=False, clip=clip_blocks)
+        coding = Coding(k=k, code=code, transform=False, clip=clip_blocks, every=every)
         super().__init__(
             *args, rule="consensus", coding=coding, **{"period": 30, "beta": 0.95, **kw}
         )

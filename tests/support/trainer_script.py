@@ -120,8 +120,8 @@ def one_line(preset, *, lr=5e-3, **changes):
     that brings one.
     """
     line = {"callbacks": [ExchangeCallback(preset, **changes)]}
-    if has_own_optimizer(fsdp_demo.preset(preset)):
-        line["optimizer_cls_and_kwargs"] = exchange_optimizer(preset, lr=lr)
+    if has_own_optimizer(fsdp_demo.preset(preset, **changes)):
+        line["optimizer_cls_and_kwargs"] = exchange_optimizer(preset, lr=lr, **changes)
     return line
 
 

@@ -37,6 +37,7 @@ def diloco(
     momentum: float = 0.9,
     value_dtype: str = "fp32",
     momentum_warmup: int = WARMUP,
+    eager: int = 0,
 ) -> ExchangeConfig:
     """DiLoCo (Douillard et al., arXiv 2311.08105): every `period` steps a Nesterov step on the mean
     pseudo-gradient.
@@ -46,10 +47,15 @@ def diloco(
     rises over the first `momentum_warmup` rounds (0: constant), since a constant one did harm in
     runs of few rounds (benchmarks/results/study.md). To compare with a paper set it to 0: at period
     500 the rise takes 10 000 steps.
+
+    `eager` R: eager updates (Kale et al., arXiv 2502.12996) of R replicas. The mean acts one period
+    late, and the own part of the next one, 1/R of the own delta, takes its outer step at once.
     """
-    outer = outer_step(lr, momentum, momentum_warmup)
+    share = {"own_share": 1 / eager, "own_step": True} if eager else {}
+    outer = outer_step(lr, momentum, momentum_warmup, **share)
+    schedule = SyncSchedule(period, delay=period if eager else 0)
     channel = Channel(
-        "delta", "delta", SyncSchedule(period), codec=Codec(value_dtype=value_dtype), applier=outer
+        "delta", "delta", schedule, codec=Codec(value_dtype=value_dtype), applier=outer
     )
     return ExchangeConfig("diloco", (channel,), inner_optimizers=ADAPTIVE, lr=4e-4, clip=1.0)
 

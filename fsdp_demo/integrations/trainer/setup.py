@@ -37,6 +37,17 @@ def has_own_optimizer(config: ExchangeConfig) -> bool:
     return config.inner_optimizers[0] not in ("any", "as_is", "adamw", "adam")
 
 
+def _keyword(config: ExchangeConfig, lr: float) -> str:
+    """The keyword that gives a Trainer the optimizer of `config`, as a cure in an error."""
+    known, inner = presets(), config.inner_optimizers[0]
+    usual = config.preset not in known or inner in known[config.preset]().inner_optimizers
+    more = "" if usual else f'inner_optimizer="{inner}", '
+    return (
+        f'pass Trainer(..., optimizer_cls_and_kwargs=exchange_optimizer("{config.preset}", '
+        f"{more}lr={lr:g}))"
+    )
+
+
 def find_trainer(callback: Any) -> Trainer:
     """The Trainer that is calling `callback` right now.
 
@@ -83,10 +94,7 @@ def topology_of(trainer: Trainer) -> Topology:
 def refuse(trainer: Trainer, config: ExchangeConfig) -> None:
     """Raise ValueError for what cannot work, one sentence each."""
     args, model = trainer.args, trainer.model
-    line = (
-        f'pass Trainer(..., optimizer_cls_and_kwargs=exchange_optimizer("{config.preset}", '
-        f"lr={args.learning_rate:g})) too"
-    )
+    line = f"{_keyword(config, args.learning_rate)} too"
     if trainer.is_deepspeed_enabled and config.inner_optimizers[0] == "muonadamw":
         line = muon(trainer)
     handed = (
@@ -334,10 +342,7 @@ def check_optimizer(trainer: Trainer, config: ExchangeConfig) -> None:
             found = "the script's own"
             cure = "leave it out, with --optim adamw_torch"
         if has_own_optimizer(config):
-            cure = (
-                f'pass Trainer(..., optimizer_cls_and_kwargs=exchange_optimizer("{config.preset}", '
-                f"lr={trainer.args.learning_rate:g}))"
-            )
+            cure = _keyword(config, trainer.args.learning_rate)
         wanted = " or ".join(config.inner_optimizers)
         raise ValueError(
             f"ExchangeCallback: preset {config.preset!r} is defined for {wanted}, found "

@@ -1,0 +1,80 @@
+"""The cells of the table `literature`: a slow momentum inside, a damped one outside, an own share
+that takes the outer step, a selection over whole tensors; each at the bytes of the method without.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from study.cells import Cell
+from study.length import LARGE, at, switched
+from study.methods import H, diloco, sign_loco, sparse_loco
+
+SLOW = ((0.95, 0.9), (0.99, 0.7))
+"""b1 and nu of QHAdamW that are tried (`fsdp_demo/hosts/qhadamw.py`)."""
+LONG = 0.999
+"""b2 of all of them: with the usual 0.95 m outlives v, and steps grow where gradients shrink."""
+
+
+def slow(cell: Cell, b1: float, nu: float) -> Cell:
+    """A cell with QHAdamW inside."""
+    return dataclasses.replace(
+        cell,
+        name=f"{cell.name} qh {b1:g} {nu:g}",
+        changes={**cell.changes, "inner_optimizer": "qhadamw"},
+        inner={"betas": [b1, LONG], "nu": nu},
+    )
+
+
+def tried(cell: Cell) -> list[Cell]:
+    """A method with AdamW, with AdamW of the b2 of the others, and with each of `SLOW`."""
+    long = dataclasses.replace(cell, name=f"{cell.name} b2 {LONG}", inner={"betas": [0.9, LONG]})
+    return [cell, long, *(slow(cell, *numbers) for numbers in SLOW)]
+
+
+def gpa(c: float, a: float) -> Cell:
+    """DiLoCo with GPA's outer step: its x is averaged by `a` in a round, its y has `c` of x."""
+    rule: dict[str, Any] = {"lr": 1 - c, "momentum": a, "momentum_warmup": 0}
+    rule["applier.dampening"] = 1 - c * (1 - a) / ((1 - c) * a)
+    return diloco(f" damped {c:g} {a:g}", **rule)
+
+
+def late() -> list[Cell]:
+    """DiLoCo in time, and one period late in each of the forms."""
+    forms: dict[str, dict[str, Any]] = {
+        "late": {"schedule.delay": H},
+        "late share": {"schedule.delay": H, "applier.own_share": 0.25},
+        "eager": {"eager": 4},
+    }
+    return [diloco(), *(diloco(f" {name}", **changes) for name, changes in forms.items())]
+
+
+def large(steps: int = LARGE // 4) -> list[Cell]:
+    """3.3 M, ours with its second phase."""
+    cell = at(switched(0.25, steps, 4e-3), steps, steps // 20, model="small")
+    return [cell, slow(cell, *SLOW[0])]
+
+
+def over_tensors(cell: Cell, topk: int, every: int) -> Cell:
+    """A sparse method with thresholds; `topk` makes the bytes no more than the cell's."""
+    changes = {"topk": topk, "codec.select": "threshold", "codec.threshold_every": every}
+    return dataclasses.replace(
+        cell, name=f"{cell.name} threshold {every}", changes={**cell.changes, **changes}
+    )
+
+
+LITERATURE: dict[str, list[Cell]] = {
+    "diloco": tried(diloco()),
+    "desloc": tried(Cell(f"desloc H={H}", "desloc", {"period": H}, 1.4e-3)),
+    "sign_loco": tried(sign_loco()),
+    "damped outer step": [diloco(), *(gpa(c, a) for c, a in ((0.7, 0.936), (0.5, 0.8)))],
+    "one period late": late(),
+    "whole tensors": [
+        sparse_loco(),
+        *(over_tensors(sparse_loco(), 29, every) for every in (1, 8)),
+        sign_loco(),
+        over_tensors(sign_loco(), 85, 1),
+    ],
+    "3.3 M, 640 steps": large(),
+}
