@@ -63,6 +63,12 @@ def _add_model_and_link(sub: argparse.ArgumentParser) -> None:
     model.add_argument("--shards", type=int, metavar="S", help="ranks of an island (default: 1)")
     model.add_argument("--device", default="h100", metavar="NAME", help="of a rank (default: h100)")
     model.add_argument("--memory", metavar="SIZE", help="of a rank's device, as in 80GB")
+    model.add_argument(
+        "--mix",
+        metavar="ISLANDS",
+        help="unlike islands instead of the same, as in 8xA100@1Gbit,2*4x4090@200Mbit=1.2s: ranks, "
+        "device, link, perhaps the time of a step; or doctor.json",
+    )
     line = sub.add_argument_group("link")
     line.add_argument(
         "--link",
@@ -127,6 +133,9 @@ def run(args: argparse.Namespace) -> int:
 
     _check(args)
     counts = asking.islands(args.islands)
+    if args.mix:
+        _mixed(args)
+        return 0
     chosen = asking.exchanges(args.exchange, args.set)
     wanted = asking.targets(args.target_utilisation)
     if not (args.link or wanted):
@@ -151,8 +160,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _mixed(args: argparse.Namespace) -> None:
+    """Print the plan of unlike islands."""
+    from ..tools.planner import asking
+
+    _plans(args, [asking.situation(args)], asking.exchanges(args.exchange, args.set))
+
+
 def _check(args: argparse.Namespace) -> None:
     """Refuse what would fail only after the work is done."""
+    alike: dict[str, Any] = {"islands": "2", "link": [], "step_time": None, "step_from": None}
+    alike |= {"islands_per_uplink": 1, "target_utilisation": []}
+    if args.mix and (given := [key for key, at in alike.items() if getattr(args, key) != at]):
+        flag = given[0].replace("_", "-")
+        raise ValueError(f"--mix describes each island, --{flag} all as one: leave one of them out")
     if args.keep_inner is not None:
         args.keep_inner = args.keep_inner.lower()
         if args.keep_inner not in _INNER:
@@ -162,7 +183,7 @@ def _check(args: argparse.Namespace) -> None:
             )
     if args.yaml and not Path(args.yaml).parent.is_dir():
         raise ValueError(f"--yaml {args.yaml}: there is no folder {Path(args.yaml).parent}")
-    if args.yaml and not args.link:
+    if args.yaml and not (args.link or args.mix):
         raise ValueError("--yaml writes a recommendation, which needs --link RATE")
 
 
