@@ -34,6 +34,7 @@ from .measuring import (
     quick_probe,
     rounded,
     situation_of,
+    unlike,
 )
 
 log = logging.getLogger("fsdp_demo")
@@ -143,10 +144,11 @@ class _FirstSteps:
         place = SLOWEST_LAST.index(device_name(exchange.host.device))
         rate, rtt = (0.0, 0.0) if link is None else (link.bits_per_second or 0.0, link.rtt)
         mine = [here, -math.inf if link is None else -rate, rtt, -free_bytes(exchange.host.device)]
-        step, slowest, rtt, most, device = exchange.across_islands.largest([*mine, float(place)])
+        mine += [float(place), -here]
+        step, slowest, rtt, most, device, fastest = exchange.across_islands.largest(mine)
         if not step or slowest < -1e300:
             return  # nobody has measured enough yet: at the next such step
-        self._choose(Link(-slowest, rtt), step, -most, SLOWEST_LAST[int(device)])
+        self._choose(Link(-slowest, rtt), step, -fastest, -most, SLOWEST_LAST[int(device)])
 
     def chosen_meanwhile(self) -> bool:
         """Whether this island has joined while the others were choosing, and has their choice now.
@@ -166,7 +168,8 @@ class _FirstSteps:
         _take(exchange, method, choice, self._model)
         return True
 
-    def _choose(self, link: Link, step: float, memory: float, device: str) -> None:
+    def _choose(self, link: Link, step: float, fastest: float, memory: float, device: str) -> None:
+        # step: seconds of it on the slowest island
         exchange, config = self._exchange, self._config
         seen = Link(coarse(link.bits_per_second or 0.0), coarse(link.rtt))
         planned = AutoChoice("", str(seen), coarse(step), self._steps)
@@ -175,6 +178,7 @@ class _FirstSteps:
             memory_bytes=memory or None,
             device=device,
             target=config.target,
+            machines=unlike(exchange.topology.islands, seen, device, fastest, step),
         )
         choice = chosen(situation, exchange.host)
         method = config.taken_over(choice.config).fixed(self._steps)
@@ -186,7 +190,7 @@ class _FirstSteps:
         measured = Link(rounded(link.bits_per_second or 0.0), rounded(1e3 * link.rtt) / 1e3)
         length = f" for {counted(self._steps, 'step')}" if self._steps else ""
         reason = (
-            f"measured {measured} and {step:.3g} s per step; "
+            f"measured {measured} and {_span(fastest, step)} per step; "
             f"planned with {seen} and {planned.step_seconds:g} s{length}: {choice.reason}"
         )
         planned, topology = replace(planned, reason=reason), exchange.topology
@@ -195,6 +199,12 @@ class _FirstSteps:
         tell(topology, method, planned)  # before the first message of the method
         exchange.choose(method, self._model, planned)
         exchange.on_step_end(LinkHealth(exchange, situation))
+
+
+def _span(fastest: float, slowest: float) -> str:
+    """The seconds of a step on the islands in words."""
+    low, high = f"{fastest:.3g}", f"{slowest:.3g}"
+    return f"{high} s" if low in ("0", high) else f"{low} to {high} s"
 
 
 class LinkHealth:

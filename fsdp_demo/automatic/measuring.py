@@ -20,6 +20,7 @@ from ..hosts.optimizers import keeps_momentum
 from ..net.link import TCP_SHARE, Link
 from ..peers.votes import Ranks
 from ..tools.planner import Choice, Situation, choose, plan_rows
+from ..tools.planner.mix import Machine
 from ..tools.planner.situation import DEVICES
 
 SIZES = tuple(1 << n for n in (14, 16, 18, 20, 22, 24))
@@ -101,6 +102,9 @@ def _rehearsed(peers: PeerGroup, rate: float, rtt: float) -> Link:
     return Link(min(rate, limit * TCP_SHARE) if limit else rate, rtt + peers.link.rtt)
 
 
+UNLIKE = 1.5
+"""From this ratio of their steps on islands are let take unlike ones; a few steps show no less."""
+
 DIGITS = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
 """Leading digits to which rates and times are rounded: two measurements of one link mostly end in
 the same step.
@@ -140,6 +144,18 @@ def situation_of(exchange: Exchange, planned: AutoChoice) -> Situation:
         device=device_name(host.device),
         steps=planned.steps,
     )
+
+
+def unlike(
+    islands: int, link: Link, device: str, fastest: float, slowest: float
+) -> tuple[Machine, ...]:
+    """The islands of a run whose steps take unlike seconds, as if all but one were the slowest;
+    none where they are nearly alike, or not measured.
+    """
+    if not 0 < UNLIKE * fastest < slowest:
+        return ()
+    took = [coarse(fastest), *[coarse(slowest)] * (islands - 1)]
+    return tuple(Machine(seconds, link=link, device=device) for seconds in took)
 
 
 def tensors(host: TrainingHost) -> list[tuple[str, tuple[int, ...]]]:

@@ -57,6 +57,12 @@ def _add_model_and_link(sub: argparse.ArgumentParser) -> None:
     option(model, "--shards S", "ranks of an island (default: 1)", type=int)
     option(model, "--device NAME", "of a rank (default: h100)", default="h100")
     option(model, "--memory SIZE", "of a rank's device, as in 80GB")
+    option(
+        model,
+        "--mix ISLANDS",
+        "unlike islands instead of the same, as in 8xA100@1Gbit,2*4x4090@200Mbit=1.2s: ranks, "
+        "device, link, perhaps the time of a step; or doctor.json",
+    )
     line = sub.add_argument_group("link")
     option(
         line,
@@ -107,6 +113,9 @@ def run(args: argparse.Namespace) -> int:
 
     _check(args)
     counts = asking.islands(args.islands)
+    if args.mix:
+        _mixed(args)
+        return 0
     chosen = asking.exchanges(args.exchange, args.set)
     wanted = asking.targets(args.target_utilisation)
     if not (args.link or wanted):
@@ -131,8 +140,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _mixed(args: argparse.Namespace) -> None:
+    """Print the plan of unlike islands."""
+    from ..tools.planner import asking
+
+    _plans(args, [asking.situation(args)], asking.exchanges(args.exchange, args.set))
+
+
 def _check(args: argparse.Namespace) -> None:
     """Refuse what would fail only after the work is done."""
+    alike: dict[str, Any] = {"islands": "2", "link": [], "step_time": None, "step_from": None}
+    alike |= {"islands_per_uplink": 1, "target_utilisation": []}
+    if args.mix and (given := [key for key, at in alike.items() if getattr(args, key) != at]):
+        flag = given[0].replace("_", "-")
+        raise ValueError(f"--mix describes each island, --{flag} all as one: leave one of them out")
     if args.keep_inner is not None:
         args.keep_inner = args.keep_inner.lower()
         if args.keep_inner not in _INNER:
@@ -142,7 +163,7 @@ def _check(args: argparse.Namespace) -> None:
             )
     if args.yaml and not Path(args.yaml).parent.is_dir():
         raise ValueError(f"--yaml {args.yaml}: there is no folder {Path(args.yaml).parent}")
-    if args.yaml and not args.link:
+    if args.yaml and not (args.link or args.mix):
         raise ValueError("--yaml writes a recommendation, which needs --link RATE")
 
 

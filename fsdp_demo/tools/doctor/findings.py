@@ -311,7 +311,8 @@ def unequal_islands(seen: Examination) -> Iterator[Finding]:
         f"a step takes {took[slow]:.3g} s on {seen.label(slow)} and {took[fast]:.3g} s on "
         f"{seen.label(fast)}, which so waits {waits:.0f} % of the time",
         f"look at what else runs on {seen.label(slow)} (nvidia-smi, top), at its clocks and "
-        "threads; or give it a smaller batch",
+        "threads; or give it a smaller batch, or let each island take the steps that it can by "
+        "local_steps=by_speed",
     )
 
 

@@ -28,11 +28,13 @@ class Reading:
     Attributes:
         link: slowest direction, with as many connections as the exchange uses, and longest round
             trip.
-        step_seconds: seconds of a step on the slowest island; None unless all were measured.
+        steps: seconds of a step by island; empty unless all were measured. lines: by island, the
+            slowest direction from it, with its longest round trip; empty unless all were measured.
     """
 
     link: Link
-    step_seconds: float | None = None
+    steps: tuple[float, ...] = ()
+    lines: tuple[Link, ...] = ()
 
 
 def load(path: str | Path) -> Reading:
@@ -59,8 +61,25 @@ def load(path: str | Path) -> Reading:
             "doctor` again"
         )
     steps = [island.get("step_seconds") for island in found.get("islands", [])]
-    whole = bool(steps) and all(_number(value) for value in steps)
-    return Reading(Link(float(numbers[0]), float(numbers[1])), max(steps) if whole else None)
+    whole = all(_number(value) and value for value in steps)
+    lines = [_line(found.get("links", []), i) for i in range(len(steps))]
+    return Reading(
+        Link(float(numbers[0]), float(numbers[1])),
+        tuple(map(float, steps)) if whole else (),
+        tuple(line for line in lines if line) if all(lines) else (),
+    )
+
+
+def _line(links: Sequence[dict[str, Any]], island: int) -> Link | None:
+    """The line of one island: its slowest direction to another one, and its longest round trip."""
+    mine = [link for link in links if link.get("from") == island]
+    rates: list[Any] = [
+        (link.get("mbit_s") or {}).get(str(link.get("connections"))) for link in mine
+    ]
+    trips: list[Any] = [link.get("rtt_ms") for link in mine]
+    if not mine or not all(map(_number, [*rates, *trips])):
+        return None
+    return Link(1e6 * min(map(float, rates)), max(map(float, trips)) / 1e3)
 
 
 def _number(value: Any) -> bool:

@@ -5,6 +5,7 @@ of the step where nothing says it.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +19,10 @@ from ...files import read_json
 from ...net.link import Link, parse_rate, parse_rtt
 from ..doctor import reading
 from .line import SIMULATED, System
+from .mix import Machine
 from .models import Tensors, equal_layers, load, numel
 from .rows import HSDP
-from .situation import Situation, check_shards, device, guessed_step
+from .situation import DEVICES, Situation, check_shards, device, guessed_step
 
 _NUMBER = re.compile(r"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z/]*)", re.IGNORECASE)
 LARGEST = 1e30
@@ -105,9 +107,9 @@ def links(texts: Sequence[str], rtt: str | None) -> list[Link]:
 def step_of_doctor(texts: Sequence[str]) -> Step | None:
     """The step of the slowest island from the first doctor.json of `--link`, if it has one."""
     for word in (w.strip() for text in texts for w in text.split(",")):
-        if word.endswith(".json") and (took := reading.load(word).step_seconds):
+        if word.endswith(".json") and (took := reading.load(word).steps):
             return Step(
-                took,
+                max(took),
                 None,
                 f"{word}, the slowest island; doctor --model times one row of 512 tokens: give "
                 "--step-time if your steps are larger",
@@ -225,6 +227,52 @@ def step_from(path: str) -> tuple[Step, dict[str, Any]]:
     return Step(step, tokens, f"{path}, without its waiting"), found
 
 
+MIX = re.compile(r"(?:(\d+)\*)?(?:(\d+)x)?([a-z0-9-]+)@([^=@]+)(?:=(.+))?", re.IGNORECASE)
+
+
+def machines(
+    text: str, rtt: str | None, tensors: Tensors, tokens: float | None, name: str
+) -> tuple[Machine, ...]:
+    """`8xA100@1Gbit,2*4x4090@200Mbit=1.2s`: unlike islands, each with its ranks, their device, its
+    link, and the seconds of a step, which are guessed where they are not given; twice `2*`. Or the
+    islands of a doctor.json.
+
+    Args:
+        tokens: of a step on each island; None: as many on each rank. name: device of doctor's.
+
+    Raises:
+        ValueError: none of these, or fewer than two.
+    """
+    if text.endswith(".json"):
+        measured = reading.load(text)
+        if not (measured.steps and measured.lines):
+            raise ValueError(
+                f"--mix {text}: it lacks steps or links of an island: run `fsdp-demo doctor "
+                "--model NAME --json` on all islands"
+            )
+        pairs = zip(measured.steps, measured.lines, strict=True)
+        return tuple(Machine(took, link=link, device=name) for took, link in pairs)
+    trip, found = parse_rtt(rtt) if rtt else 0.0, list[Machine]()
+    for word in map(str.strip, text.split(",")):
+        read = MIX.fullmatch(word)
+        times, ranks = (int(n or 1) for n in (read[1], read[2])) if read else (0, 0)
+        if read is None or not times or not ranks:
+            raise ValueError(
+                f"--mix {word!r}: expected the ranks, device and link of an island, perhaps with "
+                "its number and the time of a step, as in 8xA100@1Gbit or 2*4x4090@200Mbit=1.2s"
+            )
+        known = [d for d in DEVICES if read[3].lower() in (d, d.removeprefix("rtx-"))]
+        kind = known[0] if known else read[3]
+        of, each = device(kind), tokens or float(TOKENS_PER_RANK * ranks)
+        took = quantity(read[5], "--mix", "time") if read[5] else None
+        took = took or guessed_step(numel(tensors), each, ranks, of)
+        link = Link(None if read[4].lower() == "none" else parse_rate(read[4]), trip)
+        found += [Machine(took, each, link, kind, ranks)] * times
+    if len(found) < 2:
+        raise ValueError(f"--mix {text!r}: one island exchanges nothing: name two or more")
+    return tuple(found)
+
+
 def guess(tensors: Tensors, shards: int, name: str, tokens: float | None) -> Step:
     """A step's time from FLOPs, where nobody has measured it."""
     of = device(name)
@@ -248,6 +296,8 @@ def situation(args: argparse.Namespace) -> Situation:
     if args.shards is not None and args.shards < 1:
         raise ValueError(f"--shards {args.shards}: an island has 1 shard or more")
     tensors, model = _model(args)
+    if args.mix:
+        return _of_mix(args, tensors, model)
     step, shards = _step(args, tensors)
     tokens = quantity(args.tokens, "--tokens", "number") if args.tokens else None
     if tokens and not step.tokens:
@@ -255,25 +305,64 @@ def situation(args: argparse.Namespace) -> Situation:
             "--tokens is the length of the run: give --tokens-per-step, too, the tokens of one "
             "island's step"
         )
-    system, size = System(), args.as_simulated
-    if size is not None:
-        if not 0 <= size <= 8:
-            raise ValueError(f"--as-simulated {size:g}: a value takes more than 0 and at most 8")
-        system = replace(SIMULATED, bytes_per_parameter=size or None)
-    work = args.compression_time
     return Situation(
         tensors,
         islands=2,
         step_seconds=step.seconds,
         shards=shards,
         device=args.device,
-        compression=quantity(work, "--compression-time", "time") if work else None,
-        memory_bytes=quantity(args.memory, "--memory", "size") if args.memory else None,
         tokens=tokens,
         tokens_per_step=step.tokens,
-        system=system,
         model=model,
         step_source=step.source,
+        **_other(args),
+    )
+
+
+def _other(args: argparse.Namespace) -> dict[str, Any]:
+    """What a situation has of the arguments about the system, memory and compression."""
+    system, size, work = System(), args.as_simulated, args.compression_time
+    if size is not None:
+        if not 0 <= size <= 8:
+            raise ValueError(f"--as-simulated {size:g}: a value takes more than 0 and at most 8")
+        system = replace(SIMULATED, bytes_per_parameter=size or None)
+    return {
+        "system": system,
+        "compression": quantity(work, "--compression-time", "time") if work else None,
+        "memory_bytes": quantity(args.memory, "--memory", "size") if args.memory else None,
+    }
+
+
+def _of_mix(args: argparse.Namespace, tensors: Tensors, model: str) -> Situation:
+    """The situation of unlike islands. Raises ValueError: what `machines` refuses, arguments that
+    say the same for all islands, shards that do not divide the ranks of each.
+    """
+    per_step = args.tokens_per_step
+    tokens = quantity(per_step, "--tokens-per-step", "number") if per_step else None
+    found = machines(args.mix, args.rtt, tensors, tokens, args.device)
+    shards = args.shards or math.gcd(*(m.ranks for m in found))
+    if not args.mix.endswith(".json") and (odd := [m for m in found if m.ranks % shards]):
+        raise ValueError(
+            f"--shards {shards} does not divide the {odd[0].ranks} ranks of an island: all islands "
+            "have as many shards, and a larger one more copies of each (HSDP inside)"
+        )
+    check_shards(tensors, shards)
+    each = sum(m.tokens for m in found) / len(found)
+    slowest = min(found, key=lambda m: m.link.bits_per_second or math.inf)
+    return Situation(
+        tensors,
+        islands=len(found),
+        link=slowest.link,
+        step_seconds=min(m.step_seconds for m in found),
+        shards=shards,
+        device=min((m.device for m in found), key=lambda d: -device(d).transformed),
+        tokens=quantity(args.tokens, "--tokens", "number") if args.tokens else None,
+        tokens_per_step=None if args.mix.endswith(".json") else each,
+        machines=found,
+        model=model,
+        step_source="of the fastest island; steps of all: "
+        + ", ".join(f"{m.step_seconds:.3g} s" for m in found),
+        **_other(args),
     )
 
 

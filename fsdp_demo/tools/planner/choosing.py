@@ -20,6 +20,7 @@ from ...errors import counted
 from ...net.link import Link, parse_rtt
 from ...peers.header import ring_all_reduce_bytes
 from .gaps import SMALL
+from .mix import with_own_steps
 from .rows import HSDP, Row, gbit_s, hsdp_row, plan_row, rate_words
 from .situation import Situation
 
@@ -176,7 +177,7 @@ def _tried(
         config = preset(name, **changes)
         if name in ("demo", "random") and keep_inner == "adamw":
             config = preset(name, inner_optimizer="adamw", **changes)
-        config = rising(config, situation.length)
+        config = with_own_steps(situation.machines, rising(config, situation.length))
         if _allowed(config, keep_inner) and cuts(config, situation):
             yield plan_row(situation, config, chosen=True)
 

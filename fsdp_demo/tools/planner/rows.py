@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -12,6 +13,7 @@ from ...config.schema import ExchangeConfig
 from ...exchange.plan import inner_state, plan_memory
 from ...net.link import Link
 from ...peers.header import ring_all_reduce_bytes
+from . import mix
 from .counting import Cycle, PlannedMessage, cycle, releases
 from .gaps import expected_gap, gap
 from .line import BACKWARD, Played, Timed, message_seconds, play
@@ -42,7 +44,8 @@ class Row:
         line_use: share of the time in which the line is busy.
         exposed_seconds_per_step: seconds in which training waits or works for the exchange.
         waiting_seconds_per_step: those of them in which it waits for the line.
-        compute_utilisation: seconds of a step's compute over those of the step with its exchange.
+        compute_utilisation: seconds of a step's compute over those of the step with its exchange;
+            of unlike machines the share of their speed, each for itself, that is used.
         device_bytes, host_bytes: state, parameters, gradients and workspace of one rank.
         expected_gap, no_gap: gap of the loss, or why none is known (`gaps.expected_gap`).
         days, run_bytes: duration and bytes of the whole run; None where its length is not known.
@@ -87,7 +90,10 @@ def plan_row(situation: Situation, config: ExchangeConfig, chosen: bool = False)
     largest = max((sum(m.bytes_out for m in messages) for messages in sent), default=0.0)
     mean = sum(m.bytes_out for messages in sent for m in messages) / found.steps
     ways = [
-        8e-9 * s.crossing * max(m.bytes_out, m.bytes_in) / (max(m.delay, 1) * s.step_seconds)
+        8e-9
+        * s.crossing
+        * max(m.bytes_out, m.bytes_in)
+        / (max(m.delay, 1) * s.tick_seconds(config))
         for messages in sent
         for m in messages
     ]
@@ -97,7 +103,7 @@ def plan_row(situation: Situation, config: ExchangeConfig, chosen: bool = False)
         s,
         config,
         name=config.preset,
-        settings=settings(config),
+        settings=settings(config) + _shares(s, config),
         chosen=chosen,
         bytes_per_exchange=largest,
         bytes_per_step=mean,
@@ -149,7 +155,7 @@ def hsdp_row(situation: Situation) -> Row:
         chosen=False,
         bytes_per_exchange=size,
         bytes_per_step=size,
-        peak_gbit_s=8e-9 * size / s.step_seconds,
+        peak_gbit_s=8e-9 * size / s.tick_seconds(None),
         device_bytes=share,
         host_bytes=0.0,
         expected_gap=gap(0.0, "itself"),
@@ -160,8 +166,9 @@ def hsdp_row(situation: Situation) -> Row:
 def utilisation(situation: Situation, config: ExchangeConfig | None) -> float:
     """Compute utilisation alone; None is HSDP."""
     played = _played(situation, config)
-    t = situation.step_seconds
-    return t / (t + played.waiting + played.working)
+    t = situation.tick_seconds(config)
+    used = mix.speed_used(situation.machines, config) if situation.machines else 1.0
+    return used * t / (t + played.waiting + played.working)
 
 
 def gbit_s(situation: Situation, config: ExchangeConfig | None, target: float) -> float | None:
@@ -189,18 +196,21 @@ def gbit_s(situation: Situation, config: ExchangeConfig | None, target: float) -
 
 def _row(s: Situation, config: ExchangeConfig | None, bytes_per_step: float, **known: Any) -> Row:
     """A row of which all is known but the times."""
-    played, steps = _played(s, config), s.length
+    played, tick, steps, used = _played(s, config), s.tick_seconds(config), s.length, 1.0
     exposed = played.waiting + played.working
-    whole = s.step_seconds + exposed
+    whole = tick + exposed
+    if s.machines:
+        used = mix.speed_used(s.machines, config)
+        steps = steps and steps / mix.tokens_taken(s.machines, config)
     crossing = 1.0 if config is None else s.crossing
     return Row(
         config=config,
         bytes_per_step=bytes_per_step,
-        mean_gbit_s=8e-9 * crossing * bytes_per_step / s.step_seconds,
+        mean_gbit_s=8e-9 * crossing * bytes_per_step / tick,
         line_use=played.line / whole,
         exposed_seconds_per_step=exposed,
         waiting_seconds_per_step=played.waiting,
-        compute_utilisation=s.step_seconds / whole,
+        compute_utilisation=used * tick / whole,
         days=None if steps is None else steps * whole / 86400,
         run_bytes=None if steps is None else steps * bytes_per_step,
         **known,
@@ -211,8 +221,9 @@ def _row(s: Situation, config: ExchangeConfig | None, bytes_per_step: float, **k
 
 
 def _played(s: Situation, config: ExchangeConfig | None) -> Played:
+    tick, each = s.tick_seconds(config), s.each(config)
     if config is None:
-        return play(1, {0: [_ring(s)]}, s.step_seconds)
+        return play(1, {0: [_slowest([_ring(one) for one in each])]}, tick)
     found = _counted(s, config)
     steps = sorted(found.due)
     gaps = {
@@ -220,10 +231,17 @@ def _played(s: Situation, config: ExchangeConfig | None) -> Played:
         for a, b in zip(steps[-1:] + steps[:-1], steps, strict=True)
     }
     due = {
-        step: [_timed(s, m, gaps[step] * s.step_seconds) for m in messages]
+        step: [_slowest([_timed(one, m, gaps[step] * tick) for one in each]) for m in messages]
         for step, messages in found.due.items()
     }
-    return play(found.steps, due, s.step_seconds)
+    return play(found.steps, due, tick)
+
+
+def _slowest(times: Sequence[Timed]) -> Timed:
+    """The times of a message of which all islands wait for the slowest."""
+    slowest = max(times, key=lambda t: t.seconds)
+    before, after = (max(getattr(t, name) for t in times) for name in ("before", "after"))
+    return replace(slowest, before=before, after=after)
 
 
 def _timed(s: Situation, message: PlannedMessage, pause: float) -> Timed:
@@ -277,6 +295,13 @@ _cycle, _plan_memory = lru_cache(maxsize=256)(cycle), lru_cache(maxsize=256)(pla
 def rate_words(rate: float) -> str:
     """Gbit/s as a person says them: `48 Mbit/s`."""
     return f"{rate:.3g} Gbit/s" if rate >= 1 else f"{1e3 * rate:.3g} Mbit/s"
+
+
+def _shares(s: Situation, config: ExchangeConfig) -> str:
+    """The steps of each island in a round in words, where they are unlike."""
+    if not (s.machines and config.by_speed):
+        return ""
+    return f", steps {'/'.join(map(str, mix.own_steps(s.machines, config)[0]))}"
 
 
 def settings(config: ExchangeConfig) -> str:

@@ -9,12 +9,15 @@ with `--compression-time`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...config.fragments import layer_of
 from ...config.parsing import nearest
+from ...config.schema import ExchangeConfig
 from ...net.link import Link
+from . import mix
 from .line import System
+from .mix import Machine
 from .models import Tensors, numel
 
 
@@ -151,6 +154,8 @@ class Situation:
         islands_per_uplink: number of islands of a site that share its link. What they send each
             other does not cross it, and is taken to need no time.
         steps: steps of the run; None: they follow from the tokens, if those are known.
+        machines: unlike islands, one for each; `link` is that of the slowest line then, and
+            `step_seconds` that of the fastest machine. Empty: all islands are alike.
         model, step_source: name of the model, and source of `step_seconds` in words.
 
     Raises:
@@ -171,6 +176,7 @@ class Situation:
     system: System = field(default_factory=System)
     islands_per_uplink: int = 1
     steps: int | None = None
+    machines: tuple[Machine, ...] = ()
     model: str = ""
     step_source: str = ""
 
@@ -200,6 +206,20 @@ class Situation:
                 "0.9"
             )
         device(self.device)
+        if self.machines and len(self.machines) != self.islands:
+            raise ValueError(f"{len(self.machines)} machines for {self.islands} islands")
+
+    def tick_seconds(self, config: ExchangeConfig | None) -> float:
+        """Seconds of one tick of the run's clock without an exchange; None is HSDP."""
+        return mix.tick_seconds(self.machines, config) if self.machines else self.step_seconds
+
+    def each(self, config: ExchangeConfig | None) -> list[Situation]:
+        """The situation as each machine of a mix has it, with a tick as its step."""
+        tick, alike = self.tick_seconds(config), replace(self, machines=())
+        unlike = [
+            replace(alike, link=m.link, device=m.device, step_seconds=tick) for m in self.machines
+        ]
+        return unlike or [self]
 
     @property
     def parameters(self) -> int:

@@ -23,16 +23,16 @@ def written(tmp_path: Any, value: Any) -> Any:
     return path
 
 
-def test_doctor_reading_slowest_island(tmp_path) -> None:
-    """The step time of a reading is that of the slowest island."""
-    assert load(written(tmp_path, GOOD)) == Reading(Link(9.3e7, 0.041), 0.75)
+def test_doctor_reading_steps(tmp_path) -> None:
+    """A reading has the step time of each island."""
+    assert load(written(tmp_path, GOOD)) == Reading(Link(9.3e7, 0.041), (0.5, 0.75))
 
 
 def test_doctor_reading_missing_step_times(tmp_path) -> None:
     """Without the step times of all islands a reading has none."""
     steps = [{"step_seconds": 0.5}, {"step_seconds": None}]
-    assert load(written(tmp_path, {**GOOD, "islands": steps})).step_seconds is None
-    assert load(written(tmp_path, {**GOOD, "islands": []})).step_seconds is None
+    assert load(written(tmp_path, {**GOOD, "islands": steps})).steps == ()
+    assert load(written(tmp_path, {**GOOD, "islands": []})).steps == ()
 
 
 @pytest.mark.parametrize("value, message", [
