@@ -127,12 +127,14 @@ class Pace:
         if not self.period and not self.left_out:
             return {}
         shares, coming = (sorted(map(list, v.items())) for v in (self.shares, self.coming))
-        return {"left_out": self.left_out, "shares": shares, "coming": coming}
+        own = {"left_out": self.left_out, "seconds": self._seconds[-1:]}
+        return own | {"shares": shares, "coming": coming}
 
     def load(self, kept: Mapping[str, Any]) -> None:
         """The inverse of `state`; without its numbers this island has left out no tick."""
         self.clear()
         self.left_out = int(kept.get("left_out", 0))
         if self.period:
+            self._seconds = [float(v) for v in kept.get("seconds", ())]
             pairs = ([(int(s), int(n)) for s, n in kept.get(k, ())] for k in ("shares", "coming"))
             self.shares, self.coming = map(dict, pairs)
