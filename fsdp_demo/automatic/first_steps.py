@@ -144,7 +144,7 @@ class _FirstSteps:
         place = SLOWEST_LAST.index(device_name(exchange.host.device))
         rate, rtt = (0.0, 0.0) if link is None else (link.bits_per_second or 0.0, link.rtt)
         mine = [here, -math.inf if link is None else -rate, rtt, -free_bytes(exchange.host.device)]
-        mine += [float(place), -here]
+        mine += [float(place), -here if exchange.can_leave_out else 0.0]
         step, slowest, rtt, most, device, fastest = exchange.across_islands.largest(mine)
         if not step or slowest < -1e300:
             return  # nobody has measured enough yet: at the next such step

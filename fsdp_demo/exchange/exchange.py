@@ -166,6 +166,11 @@ class Exchange(Readings):
         """
         self._runtime.pace.at_left_out.append(call)
 
+    @property
+    def can_leave_out(self) -> bool:
+        """Whether something follows the steps that this island would leave out (`on_left_out`)."""
+        return bool(self._runtime.pace.at_left_out)
+
     def raise_stopped(self, on: bool) -> None:
         """Whether a stop is raised as `Stopped` from now on, as at first; not for a loop that looks
         at `stopped` by itself.

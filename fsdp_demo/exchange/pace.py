@@ -31,7 +31,7 @@ class Pace:
     """The shares of a round, and the measured steps of this rank.
 
     Args:
-        config: the method. slot: of this island among all.
+        slot: of this island among all.
 
     Attributes:
         period: ticks of a round; 0: all islands take a step in every tick.
@@ -42,10 +42,14 @@ class Pace:
         at_left_out: called in each of them.
     """
 
-    def __init__(self, config: ExchangeConfig, slot: int):
-        self.period = round_of(config.channels) if config.by_speed else 0
-        self._slot, self.last = slot, 0
+    def __init__(self, slot: int):
+        self._slot, self.period, self.last = slot, 0, 0
         self.at_left_out: list[Callable[[], Any]] = []
+        self.clear()
+
+    def work_with(self, config: ExchangeConfig) -> None:
+        """Set the method: at the start, and where it is chosen later."""
+        self.period = round_of(config.channels) if config.by_speed else 0
         self.clear()
 
     def clear(self) -> None:
@@ -127,12 +131,14 @@ class Pace:
         if not self.period and not self.left_out:
             return {}
         shares, coming = (sorted(map(list, v.items())) for v in (self.shares, self.coming))
-        return {"left_out": self.left_out, "shares": shares, "coming": coming}
+        own = {"left_out": self.left_out, "seconds": self._seconds[-1:]}
+        return own | {"shares": shares, "coming": coming}
 
     def load(self, kept: Mapping[str, Any]) -> None:
         """The inverse of `state`; without its numbers this island has left out no tick."""
         self.clear()
         self.left_out = int(kept.get("left_out", 0))
         if self.period:
+            self._seconds = [float(v) for v in kept.get("seconds", ())]
             pairs = ([(int(s), int(n)) for s, n in kept.get(k, ())] for k in ("shares", "coming"))
             self.shares, self.coming = map(dict, pairs)

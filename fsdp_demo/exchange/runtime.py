@@ -133,6 +133,7 @@ class StepRuntime:
         self._calls = self.calls = SiblingWatch(topology, lambda: getattr(me(), "step", step))
         self.connections, self.island = queue.connections, queue.connections.island
         self.queue = queue
+        self.pace = Pace(topology.island)
         self.work_with(config, bound)
         drop = self.drop = DropCompute(config.drop, topology, host, queue)
         reads = lambda: self.needs_gradients or self._scales  # noqa: E731
@@ -156,7 +157,7 @@ class StepRuntime:
         """Set the method: at the start, and where it is chosen later."""
         self.config, self.parameters = config, bound.parameters
         self.channels, self.buffers = bound.channels, bound.buffers
-        self.pace = Pace(config, self.topology.island)
+        self.pace.work_with(config)
         self.queue.work_with([*self.channels, *self.buffers], config.norm_limit, self.pace)
         self.before_step = [c for c in self.channels if c.channel.before_step]
         self.backup = BackupIslands(self.queue, config) if config.backup_islands else None

@@ -108,7 +108,7 @@ class DonorPosition(Struct, frozen=True):
             norms=queue.norms.state([(f.members, f.step) for f in queue.flights]),
             history=cast("HistoryNote", queue.history.note()),
             tokens=tokens,
-            pace={k: v for k, v in runtime.pace.state().items() if k != "left_out"},
+            pace={k: v for k, v in runtime.pace.state().items() if k in ("shares", "coming")},
             limit=runtime.drop.chosen,
         )
 

@@ -316,7 +316,11 @@ def test_pace_state_of_other_settings() -> None:
     pace = Pace(by_speed, 1)
     pace.load({"left_out": 5, "shares": [[0, 8], [1, 3]], "coming": []})
     assert (pace.steps, pace.left_out, pace.leaves_out(1)) == (3, 5, True)
-    assert Pace(by_speed, 7).state() == {"left_out": 0, "shares": [], "coming": []}
+    begun = {"left_out": 0, "seconds": [], "shares": [], "coming": []}
+    assert Pace(by_speed, 7).state() == begun
+    measured = Pace(by_speed, 1)  # an island that takes one step in a round has measured none yet
+    measured.load(begun | {"seconds": [0.25]})
+    assert measured.seconds(torch.device("cpu")) == 0.25
     other = Pace(equal, 1)
     other.load(pace.state())
     assert (other.left_out, other.shares, other.leaves_out(1)) == (5, {}, False)

@@ -31,7 +31,8 @@ class Clock:
         self._trainer, self._exchange = trainer, exchange
         self._left_out, self._before = self._left_out_so_far(), exchange.step
         self._owed: set[str] = set()
-        exchange.on_left_out(self._step_rate)
+        if exchange.config.by_speed:  # `auto` does not choose it for a clock that nobody moves
+            exchange.on_left_out(self._step_rate)
 
     def _left_out_so_far(self) -> int:
         return self._exchange.step - self._exchange.steps_taken
