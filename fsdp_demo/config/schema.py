@@ -123,6 +123,11 @@ class ExchangeConfig:
         self._check_channels([c.name for c in self.channels])
         if self.by_speed and (problem := by_speed_problem(self.channels, self.clips_together)):
             raise ValueError(problem)
+        if self.by_speed and self.drop is not None and self.drop.limit == "auto":
+            raise ValueError(
+                "drop.limit='auto' compares islands at steps that all take, and under "
+                "local_steps='by_speed' they do not: give the limit in seconds, or use one of the two"
+            )
         how = (self.clips_together, self.norm_limit, self.late_rounds)
         if self.backup_islands and (problem := rules.backup_problem(self.channels, *how)):
             raise ValueError(f"backup_islands={self.backup_islands}: {problem}")

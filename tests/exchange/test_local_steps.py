@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fsdp_demo
-from fsdp_demo import preset
+from fsdp_demo import ExchangeConfig, preset
 from fsdp_demo.config.local_steps import local_steps, takes_step
 from fsdp_demo.exchange.pace import Pace
 
@@ -310,23 +310,32 @@ def test_local_steps_resume_bit_for_bit(name: str) -> None:
     threaded.values(threaded.islands(again, 3))
 
 
+def working(config: ExchangeConfig, slot: int) -> Pace:
+    """The pace of an island under this method."""
+    pace = Pace(slot)
+    pace.work_with(config)
+    return pace
+
+
 def test_pace_state_of_other_settings() -> None:
     """Shares begin anew under equal steps; the place in the data stays. Strangers are slow."""
     by_speed, equal = preset("diloco", period=8, local_steps="by_speed"), preset("diloco", period=8)
-    pace = Pace(by_speed, 1)
+    pace = working(by_speed, 1)
     pace.load({"left_out": 5, "shares": [[0, 8], [1, 3]], "coming": []})
     assert (pace.steps, pace.left_out, pace.leaves_out(1)) == (3, 5, True)
     begun = {"left_out": 0, "seconds": [], "shares": [], "coming": []}
-    assert Pace(by_speed, 7).state() == begun
-    measured = Pace(by_speed, 1)  # an island that takes one step in a round has measured none yet
+    assert working(by_speed, 7).state() == begun
+    measured = working(
+        by_speed, 1
+    )  # an island that takes one step in a round has measured none yet
     measured.load(begun | {"seconds": [0.25]})
     assert measured.seconds(torch.device("cpu")) == 0.25
-    other = Pace(equal, 1)
+    other = working(equal, 1)
     other.load(pace.state())
     assert (other.left_out, other.shares, other.leaves_out(1)) == (5, {}, False)
     pace.load({})
     assert (pace.steps, pace.left_out) == (8, 0)
-    stranger = Pace(by_speed, 2)  # a newcomer is as slow as the slowest
+    stranger = working(by_speed, 2)  # a newcomer is as slow as the slowest
     stranger.load({"shares": [[0, 8], [1, 3]]})
     assert stranger.steps == 3
 
