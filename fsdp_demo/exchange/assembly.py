@@ -165,8 +165,7 @@ class Phases:
         """As `StepPhases.end_of_step`."""
         stopped, backup = self._runtime.stopped, self._runtime.backup
         if backup is not None and not stopped:
-            step, due = leaving.coming(self._runtime)
-            backup.open(step, [c.channel.name for c in due])
+            backup.open(lambda: leaving.coming(self._runtime))
         if self.at_end is not None and not stopped:
             self.at_end()
         if stopped and self.raises_stopped:

@@ -4,9 +4,9 @@ sees them; `elastic/late_rounds.py` decides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from ..channels.channel import ChannelPayload
+from ..channels.channel import ChannelPayload, ChannelRunner
 from ..config.schema import ExchangeConfig
 from ..elastic.late_rounds import LateRounds
 from ..rendezvous.topology import Topology
@@ -32,12 +32,14 @@ class BackupIslands:
         if (peers := queue.connections.peers) is not None:
             peers.pass_by(self.rounds)
 
-    def open(self, step: int, names: Sequence[str]) -> None:
-        """From now on the next exchange, of these channels at `step`, may be passed."""
-        if self.rounds.passed >= 0 or self.rounds.step == step:
+    def open(self, coming: Callable[[], tuple[int, Sequence[ChannelRunner]]]) -> None:
+        """From now on the next exchange may be passed: `coming` gives its step and channels."""
+        if self.rounds.passed >= 0 or self.rounds.step >= 0:
             return
+        step, due = coming()
+        names = [c.channel.name for c in due]
         parts, layout = {n: ChannelPayload(step) for n in names}, self._queue.layout(names, step)
-        flight = self._flight = PendingExchange(step, list(names), parts, layout=layout)
+        flight = self._flight = PendingExchange(step, names, parts, layout=layout)
         self.rounds.open(step, lambda: self._queue.sender.pass_by(flight))
 
     def settle(self) -> bool:
