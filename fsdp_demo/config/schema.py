@@ -126,7 +126,7 @@ class ExchangeConfig:
         if self.by_speed and self.drop is not None and self.drop.limit == "auto":
             raise ValueError(
                 "drop.limit='auto' compares islands at steps that all take, and under "
-                "local_steps='by_speed' they do not: give the limit in seconds, or use one of the two"
+                "local_steps='by_speed' they do not: give it in seconds, or use one of the two"
             )
         how = (self.clips_together, self.norm_limit, self.late_rounds)
         if self.backup_islands and (problem := rules.backup_problem(self.channels, *how)):

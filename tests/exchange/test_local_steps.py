@@ -404,6 +404,7 @@ WRONG = {
     "diloco": ({"clip_scope": "islands"}, "clip_scope='islands' asks for them in every step"),
     "sparse_loco": ({"reducer.weight": "equal"}, "set reducer.weight=tokens"),
     "local_sgd": ({"period": 1}, "in every step"),
+    "diloco-drop": ({"drop": {"limit": "auto"}}, "drop.limit='auto' compares islands"),
     "auto": ({}, "it chooses the method and its settings"),
 }
 
@@ -412,6 +413,7 @@ WRONG = {
 def test_local_steps_refused(name: str) -> None:
     """What cannot take unlike steps is refused with a sentence that says what to do."""
     changes, text = WRONG[name]
+    name = name.partition("-")[0]
     refusal(lambda: preset(name, local_steps="by_speed", **changes), text)
 
 
