@@ -58,6 +58,7 @@ class ExchangeConfig:
         own_tensors: shell patterns over names of buffers and frozen parameters that are each
             island's own: neither made equal at the start nor averaged (a queue of features, a
             teacher that is moved by hand).
+        inner_rank: columns of the moments of an inner `lowrankadamw`; 0: another optimizer.
 
     Example:
         >>> from fsdp_demo import ExchangeConfig, preset
@@ -77,6 +78,7 @@ class ExchangeConfig:
     seed: int = 0
     norm_limit: float | None = NORM_LIMIT
     own_tensors: tuple[str, ...] = ()
+    inner_rank: int = 0
 
     def __post_init__(self) -> None:
         for c in self.channels:
@@ -99,6 +101,9 @@ class ExchangeConfig:
                 "inner_optimizers=() names no optimizer: name those the method is defined for, or "
                 "'any'"
             )
+        in_range("inner_rank", self.inner_rank, 0)
+        for problem in rules.rank_problems(self.inner_optimizers, self.inner_rank, self.channels):
+            raise ValueError(problem)
         self._check_channels([c.name for c in self.channels])
 
     def _check_channels(self, names: Sequence[str]) -> None:
@@ -243,6 +248,11 @@ class ExchangeConfig:
     def needs_gradients(self) -> bool:
         """Whether the exchange reads or changes gradients: it exchanges or clips them."""
         return self.clip is not None or any(c.before_step for c in self.channels)
+
+    @property
+    def averages_moments(self) -> bool:
+        """Whether moments of low rank are averaged, so that islands need one basis for them."""
+        return self.inner_rank > 0 and any(c.state_name for c in self.channels)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars; the inverse of `from_dict`."""

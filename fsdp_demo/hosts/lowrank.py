@@ -1,0 +1,213 @@
+"""AdamW whose moments of matrices lie in a subspace of few dimensions, which exchanges choose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..config.channel import EMBEDDINGS, matches
+from ..config.parsing import in_range
+from .muon import split
+from .qhadamw import QHAdamW, fresh_moments
+
+PROJECTION = "projection"
+"""The name of a projection in an optimizer's state."""
+
+ITERATIONS = 2
+"""Steps of subspace iteration at an exchange; each begins where the last projection was."""
+
+RIDGE = 1e-6
+"""The share of the last projection in a new one: it fills the directions without any change."""
+
+
+class LowRankAdamW(QHAdamW):
+    """AdamW with moments of the projected gradient: matrices [n, k] keep two of [n, rank].
+
+    With a matrix's gradient G and its projection Q [k, rank], whose columns are orthonormal: p = G
+    Q; u and v are Adam's moments of p, u' and v' corrected for their start; theta -= lr
+    weight_decay theta; theta -= lr [(1 - nu) G / (sqrt(w) + eps) + nu (u' / (sqrt(v') + eps)) Q^T].
+    With `error_feedback` p = (G + E) Q and E becomes G + E - p Q^T. After each exchange with an
+    anchor Q becomes an orthonormal basis of the right singular subspace of the anchor's change,
+    which is equal on all islands. Embeddings, heads, vectors and matrices of at most `rank` columns
+    are AdamW's: at full rank all of it is.
+
+    Published (LoRDO, arXiv 2602.04396): the rule, with Q from the mean change of a round, and the
+    clocks of u and v. Ours, since no code is released: w, which is the mean of v' over a row; Q on
+    the side of the columns, so that FSDP2's rows need no message in a step, only one reduction of
+    [k, rank] per iteration at an exchange; a random first Q; subspace iteration in place of an SVD;
+    u and v turned into the new basis, as in LDAdam (arXiv 2410.16103), with the mean of a row in
+    the directions that are new; no error feedback by default, since E is as large as the matrix.
+
+    State of a projected matrix, sharded as it is: `exp_avg`, `exp_avg_sq` [n, rank], `error`
+    [n, k]; `projection` [k, rank], whole; a count `step`. Of all others as `QHAdamW`.
+
+    Args:
+        params: named parameters, or groups of them. A group with a `rank` of its own (0: AdamW) is
+            taken as it is.
+        rank: columns of the moments; GaLore takes a quarter of the model's width.
+        lr, betas, eps, weight_decay: as AdamW's.
+        nu: of projected matrices, the share of u in a step; 1 never leaves the first subspace.
+        error_feedback: keep what projection leaves out, for later steps.
+
+    Raises:
+        ValueError: a number out of its range; parameters without names; at the first step a matrix
+            in half precision, or cut otherwise than by rows.
+
+    Example:
+        >>> import torch, fsdp_demo
+        >>> model = torch.nn.Linear(8, 4)
+        >>> optimizer = fsdp_demo.LowRankAdamW(model.named_parameters(), rank=2)
+        >>> exchange = fsdp_demo.attach(optimizer, "desloc", rank=2)
+        >>> [tuple(state.shape) for state in optimizer.state[model.weight].values()]
+        [(), (4, 2), (4, 2), (8, 2)]
+        >>> exchange.finish()
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        rank: int = 128,
+        betas: tuple[float, float] = (0.9, 0.95),
+        nu: float = 0.8,
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        error_feedback: bool = False,
+    ):
+        in_range("rank", rank, 0)
+        entries, groups = list(params), list[dict[str, Any]]()
+        if not (entries and isinstance(entries[0], dict)):
+            entries = [{"params": entries}]
+        for group in [{"error_feedback": error_feedback, **entry} for entry in entries]:
+            if "rank" in group:
+                groups.append(group)
+                continue
+            matrices, rest = split(list(group["params"]), EMBEDDINGS, "LowRankAdamW")
+            groups.append({**group, "params": matrices, "rank": rank})
+            groups.append({**group, "params": rest, "rank": 0})
+        groups = [group for group in groups if group["params"]]
+        super().__init__(groups, lr, betas, nu, eps, weight_decay)
+
+    def fresh(self, group: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
+        """The state of parameter `p` of `group` before its first step."""
+        rank = group["rank"]
+        if not (p.ndim == 2 and 0 < rank < p.shape[1]):
+            return fresh_moments(p)
+        if p.dtype not in (torch.float32, torch.float64) or _owners(p) == "other":
+            raise ValueError(
+                f"LowRankAdamW takes matrices in fp32, whole or cut by rows; found one of "
+                f"{list(p.shape)} in {p.dtype}, {getattr(p, 'placements', 'whole')}: load the "
+                "model in fp32 and shard it by fully_shard alone, or give its group rank=0"
+            )
+        low = {n: _rows(p, rank) for n in ("exp_avg", "exp_avg_sq")}
+        basis = _first(p.shape[1], rank).to(p.device, p.dtype)
+        found = {"step": torch.zeros((), device="cpu"), **low, PROJECTION: _whole(p, basis)}
+        return found | ({"error": torch.zeros_like(p)} if group["error_feedback"] else {})
+
+    def _move(self, p: Tensor, group: dict[str, Any]) -> None:
+        state, lr, nu = self.state[p], float(group["lr"]), group["nu"]
+        if PROJECTION not in state:
+            super()._move(p, {**group, "nu": 1.0})
+            return
+        assert p.grad is not None
+        (b1, b2), basis = group["betas"], _local(state[PROJECTION])
+        theta, g, m, v = map(_local, (p, p.grad, state["exp_avg"], state["exp_avg_sq"]))
+        state["step"] += 1
+        first, second = (1 - b ** float(state["step"]) for b in (b1, b2))
+        if "error" in state:
+            error = _local(state["error"]).add_(g)
+            low = error @ basis
+            error.sub_(low @ basis.T)
+        else:
+            low = g @ basis
+        m.lerp_(low, 1 - b1)
+        v.mul_(b2).addcmul_(low, low, value=1 - b2)
+        theta.mul_(1 - lr * group["weight_decay"])
+        step = m.div(first).div_(v.div(second).sqrt_().add_(group["eps"]))
+        theta.addmm_(step, basis.T, alpha=-lr * nu)
+        scale = v.mean(1, keepdim=True).div_(second).sqrt_().add_(group["eps"])
+        theta.addcdiv_(g, scale, value=-lr * (1 - nu))
+
+    @torch.no_grad()
+    def remake(self, p: Tensor, change: Tensor) -> None:
+        """Take the projection of matrix `p` from its change in a round, this rank's rows of it. All
+        ranks of the island call it together, and get equal bits from their sum.
+        """
+        state = self.state[p]
+        old = _local(state[PROJECTION])
+        basis, owners = old, _owners(p)
+        for _ in range(ITERATIONS):
+            found = change.T @ (change @ basis)
+            if owners is not None:
+                dist.all_reduce(found, group=owners)
+            found.div_(torch.linalg.vector_norm(found).clamp_min(1e-30)).add_(basis, alpha=RIDGE)
+            basis = _orthonormal(found)
+        turn = old.T @ basis
+        m, v = _local(state["exp_avg"]), _local(state["exp_avg_sq"])
+        m.copy_(m @ turn)
+        kept = turn.square()  # of v; what is new has the mean of the row
+        v.copy_(v @ kept + v.mean(1, keepdim=True) * (1 - kept.sum(0)).clamp_min(0))
+        old.copy_(basis)
+
+
+def moment_shape(name: str, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+    """The shape of the moments of a parameter, by its name, at this rank."""
+    low = len(shape) == 2 and 0 < rank < shape[1] and not matches(name, EMBEDDINGS)
+    return (shape[0], rank) if low else tuple(shape)
+
+
+def _first(columns: int, rank: int) -> Tensor:
+    """A random orthonormal basis [columns, rank], alike everywhere: fp64, rounded to fp32."""
+    seed = torch.Generator(device="cpu").manual_seed(columns)
+    normal = torch.randn(columns, rank, generator=seed, dtype=torch.float64, device="cpu")
+    return _orthonormal(normal).float()
+
+
+def _orthonormal(t: Tensor) -> Tensor:
+    """The basis of the columns that Gram and Schmidt's method gives, which moves as they move."""
+    made, upper = torch.linalg.qr(t)
+    return made * torch.where(upper.diagonal() < 0, -1.0, 1.0)
+
+
+def _owners(p: Any) -> Any:
+    """The process group whose ranks hold rows of `p`; None where it is whole, "other" where it is
+    cut otherwise."""
+    if not hasattr(p, "placements"):
+        return None
+    cut = [i for i, placement in enumerate(p.placements) if not placement.is_replicate()]
+    if len(cut) > 1 or any(str(p.placements[i]) != "S(0)" for i in cut):
+        return "other"
+    return p.device_mesh.get_group(cut[0]) if cut else None
+
+
+def _rows(p: Any, rank: int) -> Tensor:
+    """Zeros [rows, rank], sharded as `p`."""
+    local = torch.zeros(_local(p).shape[0], rank, dtype=p.dtype, device=p.device)
+    if not hasattr(p, "placements"):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    shape, stride = torch.Size((p.shape[0], rank)), (rank, 1)
+    return DTensor.from_local(
+        local, p.device_mesh, p.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def _whole(p: Any, t: Tensor) -> Tensor:
+    """`t`, as a tensor that every rank of a DTensor `p` has, so that checkpoints know that."""
+    if not hasattr(p, "placements"):
+        return t
+    from torch.distributed.tensor import DTensor, Replicate
+
+    whole = [Replicate()] * p.device_mesh.ndim
+    return DTensor.from_local(t, p.device_mesh, whole, run_check=False)
+
+
+def _local(t: Tensor) -> Tensor:
+    """This rank's part of a DTensor, a view; else the tensor."""
+    local: Tensor = t.to_local() if hasattr(t, "to_local") else t
+    return local
