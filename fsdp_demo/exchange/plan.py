@@ -139,9 +139,9 @@ def plan_model(
             mine = [
                 (n, local_shape(shape, shards, shard)) for n, shape in tensors if covers(channel, n)
             ]
-            rank = config.inner_rank if channel.state_name else 0
+            low = config.inner_rank if channel.state_name else 0
             layout = Layout(
-                [moment_shape(n, shape, rank) for n, shape in mine],
+                [moment_shape(n, shape, low) for n, shape in mine],
                 [tensor_layout_kind(channel, n) for n, _ in mine],
             )
             sections.append(ChannelCodec(layout, channel, islands, config.seed))

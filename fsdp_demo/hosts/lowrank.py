@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,7 +105,9 @@ class LowRankAdamW(QHAdamW):
                 "model in fp32 and shard it by fully_shard alone, or give its group rank=0"
             )
         low = {n: _rows(p, rank) for n in ("exp_avg", "exp_avg_sq")}
-        basis = _first(p.shape[1], rank).to(p.device, p.dtype)
+        basis = torch.empty(p.shape[1], rank, dtype=p.dtype, device=p.device)
+        if not p.is_meta:
+            basis.copy_(_first(p.shape[1], rank))
         found = {"step": torch.zeros((), device="cpu"), **low, PROJECTION: _whole(p, basis)}
         return found | ({"error": torch.zeros_like(p)} if group["error_feedback"] else {})
 
@@ -160,6 +163,7 @@ def moment_shape(name: str, shape: Sequence[int], rank: int) -> tuple[int, ...]:
     return (shape[0], rank) if low else tuple(shape)
 
 
+@functools.lru_cache(4)  # matrices of a model have few widths
 def _first(columns: int, rank: int) -> Tensor:
     """A random orthonormal basis [columns, rank], alike everywhere: fp64, rounded to fp32."""
     seed = torch.Generator(device="cpu").manual_seed(columns)
@@ -170,7 +174,7 @@ def _first(columns: int, rank: int) -> Tensor:
 def _orthonormal(t: Tensor) -> Tensor:
     """The basis of the columns that Gram and Schmidt's method gives, which moves as they move."""
     made, upper = torch.linalg.qr(t)
-    return made * torch.where(upper.diagonal() < 0, -1.0, 1.0)
+    return (made * torch.where(upper.diagonal() < 0, -1.0, 1.0)).contiguous()
 
 
 def _owners(p: Any) -> Any:
