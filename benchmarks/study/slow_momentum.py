@@ -56,6 +56,21 @@ def large(steps: int = LARGE // 4) -> list[Cell]:
     return [cell, slow(cell, *SLOW[0])]
 
 
+def low(rank: int, end: str = "", **inner: Any) -> Cell:
+    """DES-LOC with moments of low rank inside (LoRDO)."""
+    rule = {"period": H, "rank": rank}
+    return Cell(f"desloc H={H} rank {rank}{end}", "desloc", rule, 1.4e-3, inner=inner)
+
+
+LOW_RANK: dict[str, list[Cell]] = {
+    "desloc": [
+        Cell(f"desloc H={H}", "desloc", {"period": H}, 1.4e-3),
+        low(32),
+        low(32, " nu 1", nu=1.0),
+        low(32, " feedback", error_feedback=True),
+        low(8),
+    ]
+}
 MOMENTUM: dict[str, list[Cell]] = {
     "diloco": tried(diloco()),
     "desloc": tried(Cell(f"desloc H={H}", "desloc", {"period": H}, 1.4e-3)),

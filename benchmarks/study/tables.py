@@ -28,7 +28,7 @@ from study.methods import (
 )
 from study.questions import QUESTIONS
 from study.robust import ROBUST, winners
-from study.slow_momentum import MOMENTUM
+from study.slow_momentum import LOW_RANK, MOMENTUM
 
 
 @dataclass(frozen=True)
@@ -168,6 +168,7 @@ TABLES: dict[str, Table] = {
     ),
     "questions": Table("questions with a number each", QUESTIONS),
     "momentum": Table("a slow momentum inside, a damped one outside", MOMENTUM, seeds=2),
+    "low_rank": Table("moments of low rank inside", LOW_RANK, seeds=2),
     "precision": Table(
         "does bf16 change the order",
         {p: winners(f" {p}", setting=Setting(precision=p)) for p in ("bf16", "fp32")},
