@@ -292,8 +292,7 @@ def _inner_state(
     return sum(
         v.numel() * v.element_size()
         for p, state in made.state.items()
-        for key in exchangeable(p, state)
-        for v in [state[key]]
+        for v in map(state.__getitem__, exchangeable(p, state))
     )
 
 

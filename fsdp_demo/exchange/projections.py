@@ -1,4 +1,4 @@
-"""The projections of `LowRankAdamW`, remade after an exchange from how far it has moved anchors."""
+"""The projections of `LowRankAdamW`, remade after an exchange from the change of anchors."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from ..hosts.lowrank import PROJECTION, LowRankAdamW
 
 
 class Projections:
-    """Remakes them on one rank. Anchors are equal to the bit on all islands; so are projections
-    where these are of one hardware (`startup.agree_on_run`). A change of `diloco` holds the outer
-    momentum, too.
+    """The projections of one rank. Each is made of anchors alone, which are equal to the bit on all
+    islands, so it is, too, where these are alike (`startup.agree_on_run`).
     """
 
     def __init__(self, host: TrainingHost):
-        self._host = host
+        self._host, self._before = host, list[tuple[ChannelRunner, Tensor | None]]()
         self._optimizers = [o for o in host.optimizers if isinstance(o, LowRankAdamW)]
-        self._before: list[tuple[ChannelRunner, Tensor | None]] = []
 
     def note(self, c: ChannelRunner) -> None:
         """Keep the anchor of a channel, whose mean is about to be applied."""
@@ -29,30 +27,27 @@ class Projections:
             self._before.append((c, None if c.anchor is None else c.anchor.clone()))
 
     def remake(self) -> None:
-        """Remake them from the anchors that have moved since they were noted. All ranks of the
-        island call it together, when moments of the same step have landed: those are of the basis
-        in which they were sent.
+        """Remake them, once moments of the same step have landed: those are of the basis in which
+        they were sent. All ranks of the island call it together.
         """
         while self._before:
             c, change = self._before.pop(0)
             if change is not None and c.anchor is not None:
                 change = change.sub_(c.anchor).to(self._host.device)
-            owners = [self._owner(i) for i in c.covered]
-            rooms = [
-                None if o is None else torch.zeros_like(local_part(self._host.parameter(i)))
-                for i, o in zip(c.covered, owners, strict=True)
-            ]
+            params = [self._host.parameter(i) for i in c.covered]
+            owners = [next((o for o in self._optimizers if _has(o, p)), None) for p in params]
+            both = list(zip(params, owners, strict=True))
+            rooms = [torch.zeros_like(local_part(p)) if o else None for p, o in both]
             c.write(change, rooms)
-            for i, owner, room in zip(c.covered, owners, rooms, strict=True):
+            for (p, owner), room in zip(both, rooms, strict=True):
                 if owner is not None and room is not None:
-                    owner.remake(self._host.parameter(i), room)
+                    owner.remake(p, room)
 
     def tensors(self) -> Iterator[Tensor]:
-        """The projections of this rank."""
+        """All of them."""
         states = (s for o in self._optimizers for s in o.state.values() if PROJECTION in s)
         return (local_part(s[PROJECTION]) for s in states)
 
-    def _owner(self, index: int) -> LowRankAdamW | None:
-        """The optimizer that keeps a projection for a parameter."""
-        p = self._host.parameter(index)
-        return next((o for o in self._optimizers if PROJECTION in o.state.get(p, {})), None)
+
+def _has(optimizer: LowRankAdamW, p: Tensor) -> bool:
+    return PROJECTION in optimizer.state.get(p, {})

@@ -211,10 +211,8 @@ def agree_on_run(runtime: StepRuntime, told: Mapping[str, Any], own: StartPoint)
     unlike = agreement.agree(peers, run_specification.specification(runtime.config, host, told))
     if unlike and runtime.config.averages_moments:
         raise ValueError(
-            "moments of low rank are averaged, in a basis that every island makes of its anchors: "
-            "islands of unlike hardware or libraries (see the warning) would make unlike ones. "
-            "Take equal ones, or leave the moments local: diloco with "
-            "inner_optimizer='lowrankadamw'"
+            "moments of low rank are averaged: islands of unlike hardware or libraries would make "
+            "unlike bases for them. Take equal ones, or diloco with inner_optimizer='lowrankadamw'"
         )
     run_specification.agree_on_tensors(peers, host.params)
     everyone = [StartPoint(*theirs) for theirs in agreement.gather_json(peers, own)]

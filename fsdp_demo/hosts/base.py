@@ -144,13 +144,8 @@ class TrainingHost(ABC):
 
 def exchangeable(p: Tensor, state: Mapping[str, Any]) -> list[str]:
     """Names of the states of a parameter that have its shape, or a low rank of it."""
-    return [
-        key
-        for key, value in state.items()
-        if isinstance(value, Tensor)
-        and key != "step"
-        and (value.shape == p.shape or PROJECTION in state)
-    ]
+    tensors = [(k, v) for k, v in state.items() if isinstance(v, Tensor) and k != "step"]
+    return [k for k, v in tensors if v.shape == p.shape or PROJECTION in state]
 
 
 def plain_name(name: str) -> str:

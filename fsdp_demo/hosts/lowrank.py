@@ -28,26 +28,24 @@ RIDGE = 1e-6
 class LowRankAdamW(QHAdamW):
     """AdamW with moments of the projected gradient: matrices [n, k] keep two of [n, rank].
 
-    With a matrix's gradient G and its projection Q [k, rank], whose columns are orthonormal: p = G
-    Q; u and v are Adam's moments of p, u' and v' corrected for their start; theta -= lr
+    With the gradient G of a matrix and its projection Q [k, rank], whose columns are orthonormal: p
+    = G Q; u and v are Adam's moments of p, u' and v' corrected for their start; theta -= lr
     weight_decay theta; theta -= lr [(1 - nu) G / (sqrt(w) + eps) + nu (u' / (sqrt(v') + eps)) Q^T].
-    With `error_feedback` p = (G + E) Q and E becomes G + E - p Q^T. After each exchange with an
-    anchor Q becomes an orthonormal basis of the right singular subspace of the anchor's change,
-    which is equal on all islands. Embeddings, heads, vectors and matrices of at most `rank` columns
-    are AdamW's: at full rank all of it is.
+    With `error_feedback` p = (G + E) Q and E becomes G + E - p Q^T. After an exchange Q becomes a
+    basis of the right singular subspace of the anchor's change, which is equal on all islands.
+    Embeddings, heads, vectors, and matrices of at most `rank` columns, are AdamW's.
 
-    Published (LoRDO, arXiv 2602.04396): the rule, with Q from the mean change of a round, and the
-    clocks of u and v. Ours, since no code is released: w, which is the mean of v' over a row; Q on
-    the side of the columns, so that FSDP2's rows need no message in a step, only one reduction of
-    [k, rank] per iteration at an exchange; a random first Q; subspace iteration in place of an SVD;
-    u and v turned into the new basis, as in LDAdam (arXiv 2410.16103), with the mean of a row in
-    the directions that are new; no error feedback by default, since E is as large as the matrix.
+    Published (LoRDO, arXiv 2602.04396, without code): all that, and clocks of u and v. Ours: w, the
+    mean of v' over a row; Q on the side of the columns, so that FSDP2's rows need no message in a
+    step; a random first Q; subspace iteration, with a reduction of [k, rank], in place of an SVD; u
+    and v turned into the new basis, as in LDAdam (arXiv 2410.16103), with the mean of a row where
+    it is new; by default no E, which is as large as the matrix.
 
-    State of a projected matrix, sharded as it is: `exp_avg`, `exp_avg_sq` [n, rank], `error`
-    [n, k]; `projection` [k, rank], whole; a count `step`. Of all others as `QHAdamW`.
+    State of a projected matrix: `exp_avg`, `exp_avg_sq` [n, rank] and `error` [n, k], sharded as it
+    is; `projection` [k, rank], whole; a count `step`. Of all others as `QHAdamW`.
 
     Args:
-        params: named parameters, or groups of them. A group with a `rank` of its own (0: AdamW) is
+        params: named parameters, or groups of them; a group with a `rank` of its own (0: AdamW) is
             taken as it is.
         rank: columns of the moments; GaLore takes a quarter of the model's width.
         lr, betas, eps, weight_decay: as AdamW's.
@@ -62,10 +60,9 @@ class LowRankAdamW(QHAdamW):
         >>> import torch, fsdp_demo
         >>> model = torch.nn.Linear(8, 4)
         >>> optimizer = fsdp_demo.LowRankAdamW(model.named_parameters(), rank=2)
-        >>> exchange = fsdp_demo.attach(optimizer, "desloc", rank=2)
+        >>> fsdp_demo.attach(optimizer, "desloc", rank=2).finish()
         >>> [tuple(state.shape) for state in optimizer.state[model.weight].values()]
-        [(), (4, 2), (4, 2), (8, 2)]
-        >>> exchange.finish()
+        [(), (8, 2), (4, 2), (4, 2)]
     """
 
     def __init__(
@@ -104,11 +101,12 @@ class LowRankAdamW(QHAdamW):
                 f"{list(p.shape)} in {p.dtype}, {getattr(p, 'placements', 'whole')}: load the "
                 "model in fp32 and shard it by fully_shard alone, or give its group rank=0"
             )
-        low = {n: _rows(p, rank) for n in ("exp_avg", "exp_avg_sq")}
+        local = torch.zeros(_local(p).shape[0], rank, dtype=p.dtype, device=p.device)
         basis = torch.empty(p.shape[1], rank, dtype=p.dtype, device=p.device)
         if not p.is_meta:
             basis.copy_(_first(p.shape[1], rank))
-        found = {"step": torch.zeros((), device="cpu"), **low, PROJECTION: _whole(p, basis)}
+        found = {"step": torch.zeros((), device="cpu"), PROJECTION: _like(p, basis, False)}
+        found |= {n: _like(p, local.clone(), True) for n in ("exp_avg", "exp_avg_sq")}
         return found | ({"error": torch.zeros_like(p)} if group["error_feedback"] else {})
 
     def _move(self, p: Tensor, group: dict[str, Any]) -> None:
@@ -137,7 +135,7 @@ class LowRankAdamW(QHAdamW):
 
     @torch.no_grad()
     def remake(self, p: Tensor, change: Tensor) -> None:
-        """Take the projection of matrix `p` from its change in a round, this rank's rows of it. All
+        """Take the projection of matrix `p` from its change in a round (this rank's rows). All
         ranks of the island call it together, and get equal bits from their sum.
         """
         state = self.state[p]
@@ -178,37 +176,23 @@ def _orthonormal(t: Tensor) -> Tensor:
 
 
 def _owners(p: Any) -> Any:
-    """The process group whose ranks hold rows of `p`; None where it is whole, "other" where it is
-    cut otherwise."""
-    if not hasattr(p, "placements"):
-        return None
-    cut = [i for i, placement in enumerate(p.placements) if not placement.is_replicate()]
+    """The process group whose ranks hold rows of `p`; None: it is whole; "other": cut otherwise."""
+    cut = [i for i, q in enumerate(getattr(p, "placements", ())) if not q.is_replicate()]
     if len(cut) > 1 or any(str(p.placements[i]) != "S(0)" for i in cut):
         return "other"
     return p.device_mesh.get_group(cut[0]) if cut else None
 
 
-def _rows(p: Any, rank: int) -> Tensor:
-    """Zeros [rows, rank], sharded as `p`."""
-    local = torch.zeros(_local(p).shape[0], rank, dtype=p.dtype, device=p.device)
+def _like(p: Any, local: Tensor, cut: bool) -> Tensor:
+    """A state [rows, columns]: `local` of its rows, `cut` as `p`; or whole, as checkpoints know."""
     if not hasattr(p, "placements"):
         return local
-    from torch.distributed.tensor import DTensor
-
-    shape, stride = torch.Size((p.shape[0], rank)), (rank, 1)
-    return DTensor.from_local(
-        local, p.device_mesh, p.placements, run_check=False, shape=shape, stride=stride
-    )
-
-
-def _whole(p: Any, t: Tensor) -> Tensor:
-    """`t`, as a tensor that every rank of a DTensor `p` has, so that checkpoints know that."""
-    if not hasattr(p, "placements"):
-        return t
     from torch.distributed.tensor import DTensor, Replicate
 
-    whole = [Replicate()] * p.device_mesh.ndim
-    return DTensor.from_local(t, p.device_mesh, whole, run_check=False)
+    where = p.placements if cut else [Replicate()] * p.device_mesh.ndim
+    shape = torch.Size((p.shape[0] if cut else local.shape[0], local.shape[1]))
+    more: dict[str, Any] = {"run_check": False, "shape": shape, "stride": (shape[1], 1)}
+    return DTensor.from_local(local, p.device_mesh, where, **more)
 
 
 def _local(t: Tensor) -> Tensor:

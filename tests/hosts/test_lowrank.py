@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdp_demo
 from fsdp_demo import LowRankAdamW, Mismatch, base_optimizer, preset
@@ -206,3 +207,24 @@ def test_lowrank_unlike_islands_refused(topology: Any) -> None:
 def test_lowrank_combinations_refused(name: str, changes: dict[str, Any], parts: list[str]) -> None:
     """What has no anchor, no rank, or moments that land in another basis, is refused with why."""
     refusal(lambda: preset(name, **changes), *parts)
+
+
+def test_lowrank_parameters_refused() -> None:
+    """Parameters without names, matrices in half precision, and another rank than the method's, are
+    refused with the cure.
+    """
+    model = torch.nn.Linear(8, 4)
+    refusal(lambda: LowRankAdamW(model.parameters()), "LowRankAdamW", "model.named_parameters()")
+    other = LowRankAdamW(model.named_parameters(), rank=3)
+    refusal(lambda: fsdp_demo.attach(other, LOW, model=model), "rank 3", "inner_rank=4")
+    half = torch.nn.Linear(8, 4, dtype=torch.bfloat16)
+    made = LowRankAdamW(half.named_parameters(), rank=4)
+    refusal(lambda: fsdp_demo.attach(made, LOW, model=half), "bfloat16", "in fp32")
+
+
+@in_ranks(1, 2)
+def test_lowrank_columns_cut_refused(me: Any) -> None:
+    """A matrix whose columns are cut is refused."""
+    mesh = init_device_mesh("cpu", (2,))
+    cut = torch.nn.Parameter(distribute_tensor(torch.ones(4, 8), mesh, [Shard(1)]))
+    refusal(lambda: materialise(matrix(cut, rank=2)), "whole or cut by rows", "[4, 8]")
