@@ -47,6 +47,7 @@ def slow(params: Any) -> torch.optim.Optimizer:
 
 def low_rank(params: Any, error_feedback: bool = False) -> torch.optim.Optimizer:
     """Of all matrices, since parameters have no names here."""
+    params = list(params)
     rest = {"params": [p for p in params if p.ndim != 2], "rank": 0}
     matrices = {"params": [p for p in params if p.ndim == 2], "rank": 16}
     return LowRankAdamW([rest, matrices], lr=0.01, error_feedback=error_feedback)
