@@ -206,6 +206,8 @@ def _inner(engine: Any) -> Iterator[str]:
     name = type(inner).__name__
     if inner is None or name == "DummyOptim":
         yield "an engine without an optimizer: give deepspeed.initialize one"
+    if name == "LowRankAdamW":
+        yield f"{name}, which needs matrices where ZeRO has flat partitions: take AdamW, or FSDP2"
     if name in ("Muon", "MuonAdamW"):
         yield (
             f"{name} as the client optimizer, which needs matrices where ZeRO has flat partitions: "

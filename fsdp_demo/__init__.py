@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .errors import Mismatch, NeedsDecision, NotFinite, PeerLost, Stopped, WireError
     from .exchange.exchange import Exchange
     from .exchange.guard import guard, undecided
+    from .hosts.lowrank import LowRankAdamW
     from .hosts.muon import MuonAdamW
     from .hosts.optimizers import base_optimizer
     from .hosts.qhadamw import QHAdamW
@@ -45,6 +46,7 @@ __all__ = [
     "ExchangeConfig",
     "Fragments",
     "Link",
+    "LowRankAdamW",
     "Meter",
     "Mismatch",
     "MuonAdamW",
@@ -86,6 +88,7 @@ _HOMES = {
     "errors": ("Mismatch", "NeedsDecision", "NotFinite", "PeerLost", "Stopped", "WireError"),
     "exchange.exchange": ("Exchange",),
     "exchange.guard": ("guard", "undecided"),
+    "hosts.lowrank": ("LowRankAdamW",),
     "hosts.muon": ("MuonAdamW",),
     "hosts.optimizers": ("base_optimizer",),
     "hosts.qhadamw": ("QHAdamW",),

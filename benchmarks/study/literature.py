@@ -56,6 +56,23 @@ def large(steps: int = LARGE // 4) -> list[Cell]:
     return [cell, slow(cell, *SLOW[0])]
 
 
+def low(rank: int, end: str = "", **inner: Any) -> Cell:
+    """DES-LOC with moments of low rank inside (LoRDO)."""
+    rule = {"period": H, "rank": rank}
+    return Cell(f"desloc H={H} rank {rank}{end}", "desloc", rule, 1.4e-3, inner=inner)
+
+
+LOW_RANK: dict[str, list[Cell]] = {
+    "desloc": [
+        Cell(f"desloc H={H}", "desloc", {"period": H}, 1.4e-3),
+        low(32),
+        low(32, " nu 1", nu=1.0),
+        low(32, " feedback", error_feedback=True),
+        low(8),
+    ]
+}
+
+
 def over_tensors(cell: Cell, topk: int, every: int) -> Cell:
     """A sparse method with thresholds; `topk` makes the bytes no more than the cell's."""
     changes = {"topk": topk, "codec.select": "threshold", "codec.threshold_every": every}

@@ -211,7 +211,7 @@ class Loop:
         if self.optimizer is None:
             # `full` before the method has the method's inner optimizer
             method, named = cell.config(), self.model.named_parameters()
-            own = {"muonadamw", "qhadamw"} & {*method.inner_optimizers[:1]}
+            own = {"muonadamw", "qhadamw", "lowrankadamw"} & {*method.inner_optimizers[:1]}
             fused = {} if own else {"fused": True}
             options = {**fused, **cell.inner}
             self.optimizer = base_optimizer(method, named, cell.lr, **options)

@@ -14,7 +14,7 @@ from typing import Any
 from study.cells import Cell, Setting
 from study.front import FRONT
 from study.length import fewer_bytes, large, medium, other_replicas, others, seeded, short
-from study.literature import LITERATURE
+from study.literature import LITERATURE, LOW_RANK
 from study.methods import (
     METHODS,
     MUON,
@@ -168,6 +168,7 @@ TABLES: dict[str, Table] = {
     ),
     "questions": Table("questions with a number each", QUESTIONS),
     "literature": Table("forms of other papers, at equal bytes", LITERATURE, seeds=2),
+    "low_rank": Table("moments of low rank inside", LOW_RANK, seeds=2),
     "precision": Table(
         "does bf16 change the order",
         {p: winners(f" {p}", setting=Setting(precision=p)) for p in ("bf16", "fp32")},

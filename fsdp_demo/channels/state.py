@@ -124,6 +124,7 @@ class LocalChannel:
         self.copies, self.size = placement.copies, placement.islands
         self.active_copy, params = placement.active_copy, self.host.params
         self.covered = [i for i, s in enumerate(params) if not s.frozen and covers(channel, s.name)]
+        self._state = channel.source if channel.state_name else ""
         if channel.state_name:
             self._with_state()
         self._lay_out()
@@ -146,8 +147,10 @@ class LocalChannel:
     def _lay_out(self) -> None:
         chosen = [self.host.params[i] for i in self.covered]
         kinds = [tensor_layout_kind(self.channel, s.name) for s in chosen]
+        kept = self.tensors(self._state) if self._state else [None] * len(chosen)
+        shapes = [s.shape if t is None else t.shape for s, t in zip(chosen, kept, strict=True)]
         self.layouts = [
-            Layout([s.shape for s in chosen], kinds, active_copy, self.active_copies)
+            Layout(shapes, kinds, active_copy, self.active_copies)
             for active_copy in range(self.active_copies)
         ]
         self.layout = self.layouts[self.active_copy] if self.active_copy is not None else None
@@ -157,6 +160,13 @@ class LocalChannel:
         """A channel over those of its tensors with these indices, to pack and write them."""
         only = copy.copy(self)
         only.covered = [i for i in self.covered if i in indices]
+        only._lay_out()
+        return only
+
+    def of_state(self, source: str) -> LocalChannel:
+        """A channel to pack and write a state ("state:NAME") of its tensors, of whatever shape."""
+        only = copy.copy(self)
+        only._state = source
         only._lay_out()
         return only
 

@@ -17,7 +17,7 @@ from .methods import presets
 from .parsing import MEANT, by_path, nearest, one_of, read_yaml, typed
 from .schema import ExchangeConfig
 
-MADE = ("adamw", "qhadamw", "muonadamw", "sgd")
+MADE = ("adamw", "qhadamw", "lowrankadamw", "muonadamw", "sgd")
 """Inner optimizers that `base_optimizer` makes."""
 
 TOP = tuple(sorted({f.name for f in fields(ExchangeConfig)} - {"preset", "channels"}))
@@ -30,8 +30,9 @@ def preset(name: str, **changes: Any) -> ExchangeConfig:
     Args:
         name: one of `presets()`, or "auto" (`config/auto.py`).
         changes: keywords of the preset's function, where `sync_every` is the same as `period`;
-            `inner_optimizer`, one of those it is defined for ("qhadamw" where AdamW is); top-level
-            fields (`clip`, `clip_scope`, `inner_optimizers`, `max_in_flight`,
+            `inner_optimizer`, one of those it is defined for ("qhadamw" and "lowrankadamw" where
+            AdamW is); top-level fields (`clip`, `clip_scope`, `inner_optimizers`, `inner_rank`,
+            `max_in_flight`,
             `norm_limit`, `offload_outer_state`, `own_tensors`, `seed`, and `lr`, the inner rate,
             where the function has no `lr` of its own); or dotted paths.
 
@@ -79,12 +80,13 @@ def _made(name: str, changes: dict[str, Any]) -> ExchangeConfig:
 
 def _inner(config: ExchangeConfig, chosen: Any, rest: Mapping[str, Any]) -> tuple[str, ...]:
     """The `inner_optimizers` that `inner_optimizer=chosen` stands for, if the preset is defined for
-    it: `QHAdamW` is AdamW with another momentum.
+    it: `QHAdamW` and `LowRankAdamW` are AdamW with other moments.
     """
     if "inner_optimizers" in rest:
         raise ValueError("inner_optimizer and inner_optimizers are the same: give one of them")
     first, names = config.inner_optimizers[0], {*config.inner_optimizers}
-    names |= {"qhadamw"} if first == "adamw" else {*MADE} if first == "any" else set()
+    made = {"adamw": {"qhadamw", "lowrankadamw"}, "any": {*MADE}}
+    names |= made.get(first, set())
     fits = (first,) if first == "muonadamw" else tuple(n for n in MADE if n in names)
     one_of(f"preset {config.preset!r}: inner_optimizer", chosen, fits)
     return (chosen,)

@@ -6,7 +6,7 @@ why and what to do.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -218,6 +218,25 @@ def overlap(a: Channel, b: Channel) -> str | None:
             if kept and (fnmatchcase(p, q) or fnmatchcase(q, p)):
                 return p if fnmatchcase(p, q) else q
     return None
+
+
+def rank_problems(inner: Sequence[str], rank: int, channels: Sequence[Channel]) -> Iterator[str]:
+    """Sentences on what contradicts an inner optimizer of low rank."""
+    if ("lowrankadamw" in inner) != bool(rank) and not (rank and "as_is" in inner):
+        yield (
+            f"inner_rank={rank} with inner_optimizers={tuple(inner)}: 'lowrankadamw' needs "
+            "inner_rank > 0 (a quarter of the model's width, say), and no other takes one"
+        )
+    if rank and not any(c.source == "delta" for c in channels):
+        yield (
+            f"inner_rank={rank} without a channel of deltas, from whose anchor projections are "
+            "remade: take diloco or another one with an outer step, or desloc(rank=...)"
+        )
+    if rank and (late := [c.name for c in channels if c.state_name and c.schedule.delay]):
+        yield (
+            f"channels {late} of moments have a delay, and would land in another basis than they "
+            "were sent in (inner_rank): set their schedule.delay to 0"
+        )
 
 
 def conflict(a: Channel, b: Channel) -> str | None:

@@ -66,6 +66,7 @@ class ExchangeConfig:
         backup_islands: most islands that an exchange goes on without (arXiv 2102.06280): what a
             late one has trained counts in its next exchange.
         late_rounds: exchanges in a row that one island may be late for.
+        inner_rank: columns of the moments of an inner `lowrankadamw`; 0: another optimizer.
 
     Example:
         >>> from fsdp_demo import ExchangeConfig, preset
@@ -89,6 +90,7 @@ class ExchangeConfig:
     drop: Drop | None = None
     backup_islands: int = 0
     late_rounds: int = 1
+    inner_rank: int = 0
 
     def __post_init__(self) -> None:
         for c in self.channels:
@@ -120,6 +122,9 @@ class ExchangeConfig:
                 "drop.divisor='published' with reducer.weight='tokens' counts what an island drops "
                 "twice, in its gradient and in its weight: take drop.divisor=exact, or weight=equal"
             )
+        in_range("inner_rank", self.inner_rank, 0)
+        for problem in rules.rank_problems(self.inner_optimizers, self.inner_rank, self.channels):
+            raise ValueError(problem)
         self._check_channels([c.name for c in self.channels])
         if self.by_speed and (problem := by_speed_problem(self.channels, self.clips_together)):
             raise ValueError(problem)
@@ -279,6 +284,11 @@ class ExchangeConfig:
     def needs_gradients(self) -> bool:
         """Whether the exchange reads or changes gradients: it exchanges or clips them."""
         return self.clip is not None or any(c.before_step for c in self.channels)
+
+    @property
+    def averages_moments(self) -> bool:
+        """Whether moments of low rank are averaged, so that islands need one basis for them."""
+        return self.inner_rank > 0 and any(c.state_name for c in self.channels)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars; the inverse of `from_dict`."""

@@ -19,6 +19,8 @@ from ..config.channel import Channel, covers, tensor_layout_kind
 from ..config.fragments import expand
 from ..config.parts import BLOCK
 from ..config.schema import ExchangeConfig
+from ..hosts.base import exchangeable
+from ..hosts.lowrank import moment_shape
 from ..hosts.optimizers import inner_class, materialise
 from ..peers.header import Meter
 from .message import MessageLayout, kept_vector
@@ -137,8 +139,10 @@ def plan_model(
             mine = [
                 (n, local_shape(shape, shards, shard)) for n, shape in tensors if covers(channel, n)
             ]
+            low = config.inner_rank if channel.state_name else 0
             layout = Layout(
-                [shape for _, shape in mine], [tensor_layout_kind(channel, n) for n, _ in mine]
+                [moment_shape(n, shape, low) for n, shape in mine],
+                [tensor_layout_kind(channel, n) for n, _ in mine],
             )
             sections.append(ChannelCodec(layout, channel, islands, config.seed))
         plans.append(Plan(sections, islands, rank))
@@ -268,25 +272,27 @@ def inner_state(
     shards: int = 1,
     shard: int = 0,
 ) -> int:
-    """Bytes of inner state on a rank: AdamW 8 per parameter, Muon 4 per matrix element, SGD 0."""
+    """Bytes of inner state on a rank: AdamW 8 per parameter, Muon 4 per matrix element, SGD 0,
+    `LowRankAdamW` 8 per element of a moment and 4 per element of a projection."""
     mine = tuple((n, local_shape(shape, shards, shard)) for n, shape in tensors)
-    return _inner_state(config.inner_optimizers[0], mine)
+    return _inner_state(config.inner_optimizers[0], config.inner_rank, mine)
 
 
 @functools.lru_cache(64)
-def _inner_state(optimizer: str, tensors: tuple[tuple[str, tuple[int, ...]], ...]) -> int:
+def _inner_state(
+    optimizer: str, rank: int, tensors: tuple[tuple[str, tuple[int, ...]], ...]
+) -> int:
     # the planner asks for dozens of settings, which have three optimizers between them
     named = [
         (n, torch.nn.Parameter(torch.empty(shape, device="meta", dtype=torch.float32)))
         for n, shape in tensors
     ]
-    made = inner_class(optimizer)(named, lr=1.0)
+    made = inner_class(optimizer)(named, lr=1.0, **({"rank": rank} if rank else {}))
     materialise(made)
     return sum(
         v.numel() * v.element_size()
         for p, state in made.state.items()
-        for v in state.values()
-        if isinstance(v, torch.Tensor) and v.shape == p.shape
+        for v in map(state.__getitem__, exchangeable(p, state))
     )
 
 

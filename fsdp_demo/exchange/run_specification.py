@@ -22,7 +22,7 @@ from ..hosts.base import LocalParam, TrainingHost
 NUMBERS = (
     "initial_lr weight_decay decoupled_weight_decay betas momentum dampening nesterov eps amsgrad "
     "maximize alpha centered rho lambd t0 etas step_sizes lr_decay momentum_decay beta2_decay d "
-    "ns_steps ns_coefficients adjust_lr_fn use_muon nu"
+    "ns_steps ns_coefficients adjust_lr_fn use_muon nu rank error_feedback"
 ).split()
 """Settings of a parameter group that say what a step does; how it is computed (foreach, fused ...)
 may differ.

@@ -25,6 +25,7 @@ import time
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -51,6 +52,7 @@ from .drop import DropCompute
 from .in_flight import InFlightQueue
 from .message import LocalStatus, mean_rate
 from .pace import Pace
+from .projections import Projections
 from .refusals import Copies
 from .rewritten import EVERY, Rewritten, total
 from .watch import drift
@@ -132,7 +134,7 @@ class StepRuntime:
         me = weakref.ref(self)  # for a thread, which must not keep the model
         self._calls = self.calls = SiblingWatch(topology, lambda: getattr(me(), "step", step))
         self.connections, self.island = queue.connections, queue.connections.island
-        self.queue = queue
+        self.queue, self.projections = queue, Projections(host)
         self.pace = Pace(topology.island)
         self.work_with(config, bound)
         drop = self.drop = DropCompute(config.drop, topology, host, queue)
@@ -411,10 +413,12 @@ class StepRuntime:
         Arguments as for `InFlightQueue.receive`."""
         applied = []
         for c, arrived in self.queue.receive(channels, step, now, last):
+            self.projections.note(c)
             with record_function("fsdp_demo::apply"):
                 c.apply(arrived)
             applied.append(c)
             del arrived  # as large as the shards: it goes before the next one comes
+        self.projections.remake()
         self._exchanged |= bool(applied)
         self.settle(applied, 1 + (self.step if now is None else now))
 
@@ -545,7 +549,8 @@ class StepRuntime:
         anchors = (
             part for c in outer for w in c.windows if (part := c.fetch(c.anchor, w)) is not None
         )
-        return total(anchors, self.host.device) if outer else None
+        shared = self.projections.tensors() if self.config.averages_moments else ()
+        return total(chain(anchors, shared), self.host.device) if outer else None
 
     def settle(self, applied: Sequence[ChannelRunner], at_step: int) -> None:
         """Commit the parameters that these channels have written to the model. The average after a

@@ -153,17 +153,19 @@ def _give_parameters(
     runtime: StepRuntime, stand: DonorPosition, tensors: Mapping[str, Tensor]
 ) -> None:
     parameters, device = runtime.parameters, runtime.host.device
-    sources = [] if _anchored(runtime) else [("parameters", "parameter")]
+    sources = [] if _anchored(runtime) else [("parameters", parameters, "parameter")]
     if stand.counts is not None:
-        sources += [(f"state.{name}", f"state:{name}") for name in snapshot_head.states(runtime)]
+        for name in snapshot_head.states(runtime):
+            source = f"state:{name}"
+            sources.append((f"state.{name}", parameters.of_state(source), source))
         for (_, state), found in zip(snapshot_head.kept(runtime), stand.counts, strict=True):
             for name, value in found.items():
                 state[name] = _like(state[name], value)
     elif snapshot_head.moves_states(runtime):
         log.warning("the inner optimizers' states are not handed on: parameters may drift apart")
-    for name, source in sources:
+    for name, laid_out, source in sources:
         work = tensors.get(name)
-        parameters.write(work if work is None else work.to(device), parameters.tensors(source))
+        laid_out.write(work if work is None else work.to(device), parameters.tensors(source))
 
 
 def _flight(
@@ -238,7 +240,9 @@ def _parts(
     if not _anchored(runtime):
         add("parameters", whole, partial(parameters.pack, "parameter"))
     for name in snapshot_head.states(runtime) if stand.counts is not None else ():
-        add(f"state.{name}", whole, partial(parameters.pack, f"state:{name}"))
+        of_state = parameters.of_state(state := f"state:{name}")
+        assert of_state.layout is not None
+        add(f"state.{name}", of_state.layout.numel, partial(of_state.pack, state))
     for c in runtime.channels:
         if c.channel.source == "delta" and c.layout is not None:
             add(f"{c.channel.name}.anchor", c.layout.numel, partial(getattr, c, "anchor"))

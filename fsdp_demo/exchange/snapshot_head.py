@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..channels.channel import ChannelRunner
 from ..elastic import agreement
+from ..hosts.base import exchangeable
 from ..peers.join_messages import Listed, from_bytes
 from ..version import __version__
 from . import fused_path, run_specification
@@ -162,11 +163,7 @@ def counts(runtime: StepRuntime) -> list[dict[str, float]] | None:
         return None
     out: list[dict[str, float]] = []
     for p, state in kept(runtime):
-        rest = {
-            k: v
-            for k, v in state.items()
-            if v is not None and (k == "step" or not isinstance(v, Tensor) or v.shape != p.shape)
-        }
+        rest = {k: v for k, v in state.items() if v is not None and k not in exchangeable(p, state)}
         if not all(
             isinstance(v, (int, float)) or (isinstance(v, Tensor) and v.numel() == 1)
             for v in rest.values()

@@ -209,6 +209,11 @@ def agree_on_run(runtime: StepRuntime, told: Mapping[str, Any], own: StartPoint)
         resumes, lacks = own.applied is not None, not own.fused
         return Agreed(0, own.step, False, False, resumes, own.rows, False, lacks)
     unlike = agreement.agree(peers, run_specification.specification(runtime.config, host, told))
+    if unlike and runtime.config.averages_moments:
+        raise ValueError(
+            "moments of low rank are averaged: islands of unlike hardware or libraries would make "
+            "unlike bases for them. Take equal ones, or diloco with inner_optimizer='lowrankadamw'"
+        )
     run_specification.agree_on_tensors(peers, host.params)
     everyone = [StartPoint(*theirs) for theirs in agreement.gather_json(peers, own)]
     steps, rows = [e.step for e in everyone], [e.rows for e in everyone]

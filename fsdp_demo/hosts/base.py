@@ -12,7 +12,7 @@ import functools
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from types import ModuleType
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..rendezvous.position import ShardPosition
+from .lowrank import PROJECTION
 from .optimizers import optimizer_kind
 
 if TYPE_CHECKING:
@@ -90,15 +91,8 @@ class TrainingHost(ABC):
         """The learning rate that the optimizer has for each shard at this step."""
 
     def states(self) -> list[str]:
-        """Names of the optimizer states that are exchangeable: of the shape of their parameter."""
-        return sorted(
-            {
-                key
-                for p, state in self.optimizer_states()
-                for key, value in state.items()
-                if isinstance(value, Tensor) and value.shape == p.shape and key != "step"
-            }
-        )
+        """Names of the optimizer states that are exchangeable (`exchangeable`)."""
+        return sorted({key for p, s in self.optimizer_states() for key in exchangeable(p, s)})
 
     @abstractmethod
     def optimizer_states(self) -> list[tuple[Tensor, dict[str, Any]]]:
@@ -146,6 +140,12 @@ class TrainingHost(ABC):
     @abstractmethod
     def hooks(self, calls: TickCalls) -> StepHooks:
         """Hooks on this engine's steps, which drive the job; not started."""
+
+
+def exchangeable(p: Tensor, state: Mapping[str, Any]) -> list[str]:
+    """Names of the states of a parameter that have its shape, or a low rank of it."""
+    tensors = [(k, v) for k, v in state.items() if isinstance(v, Tensor) and k != "step"]
+    return [k for k, v in tensors if v.shape == p.shape or PROJECTION in state]
 
 
 def plain_name(name: str) -> str:

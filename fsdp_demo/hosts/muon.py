@@ -71,7 +71,7 @@ class MuonAdamW(torch.optim.Optimizer):
         from .sharded_muon import ShardedMuon  # imports FSDP2, which takes a second
 
         one_of("adjust", adjust, ADJUST)
-        matrices, rest = _split(list(params), adamw)
+        matrices, rest = split(list(params), adamw, "MuonAdamW")
         rate = adamw_lr if adamw_lr is not None else adamw_rate(lr)
         parts: list[torch.optim.Optimizer] = []
         if matrices:
@@ -110,11 +110,13 @@ class MuonAdamW(torch.optim.Optimizer):
         return loss
 
 
-def _split(named: list[Any], adamw: tuple[str, ...]) -> tuple[list[Any], list[Any]]:
-    """The (name, parameter) of what Muon takes, and of the rest."""
+def split(named: list[Any], adamw: tuple[str, ...], who: str) -> tuple[list[Any], list[Any]]:
+    """The (name, parameter) of the matrices that are for optimizer `who` itself, and of the rest,
+    which is for AdamW. Raises ValueError: parameters without names.
+    """
     if not all(isinstance(e, tuple) and len(e) == 2 and isinstance(e[0], str) for e in named):
         raise ValueError(
-            "MuonAdamW tells matrices from embeddings by their names: pass model.named_parameters()"
+            f"{who} tells matrices from embeddings by their names: pass model.named_parameters()"
         )
     by_adamw = [p.ndim != 2 or matches(n, adamw) for n, p in named]
     return (

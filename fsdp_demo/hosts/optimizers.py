@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..config.schema import ExchangeConfig
 from ..errors import see
+from .lowrank import LowRankAdamW
 from .muon import MuonAdamW
-from .qhadamw import QHAdamW, fresh_moments
+from .qhadamw import QHAdamW
 
 log = logging.getLogger("fsdp_demo")
 
@@ -34,8 +35,8 @@ def base_optimizer(
 ) -> torch.optim.Optimizer:
     """The inner optimizer that `config` is defined for.
 
-    "sgd" gives SGD, "muonadamw" `MuonAdamW` (needs named parameters), "qhadamw" `QHAdamW`,
-    everything else AdamW.
+    "sgd" gives SGD, "muonadamw" `MuonAdamW`, "lowrankadamw" `LowRankAdamW` (both need named
+    parameters), "qhadamw" `QHAdamW`, everything else AdamW.
 
     Args:
         config: an `ExchangeConfig`.
@@ -63,12 +64,15 @@ def base_optimizer(
     if made is torch.optim.AdamW:
         betas = (0.0 if keeps_momentum(config) else 0.9, 0.95)
         options = {"betas": betas, "weight_decay": 0.1, **options}
+    if made is LowRankAdamW:
+        options = {"rank": config.inner_rank, **options}
     return made(params, lr=rate, **options)
 
 
 def inner_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     """The class of an inner optimizer by its name in `inner_optimizers`."""
     others = {"sgd": torch.optim.SGD, "muonadamw": MuonAdamW, "qhadamw": QHAdamW}
+    others["lowrankadamw"] = LowRankAdamW
     return others.get(name, torch.optim.AdamW)
 
 
@@ -93,6 +97,7 @@ def check_inner(
     config: ExchangeConfig, names: Sequence[str], optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
     """Raise ValueError, with the cure, if the preset is not defined for one of these kinds."""
+    _check_ranks(config, optimizers)
     if keeps_momentum(config):
         _warn_of_second_momentum(config.preset, optimizers)
     if {"any", "as_is"} & set(config.inner_optimizers):
@@ -119,6 +124,17 @@ def check_inner(
                 "fsdp_demo.base_optimizer(config, params, lr)"
                 f"{form}, or insist with inner_optimizers='as_is'{see('wrong-optimizer')}"
             )
+
+
+def _check_ranks(config: ExchangeConfig, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    low = [o for o in optimizers if isinstance(o, LowRankAdamW)]
+    found = sorted({g["rank"] for o in low for g in o.param_groups} - {0, config.inner_rank})
+    if found:
+        raise ValueError(
+            f"LowRankAdamW of rank {found[0]} under preset {config.preset!r} with inner_rank="
+            f"{config.inner_rank}, by which projections are remade and bytes counted: build it by "
+            "fsdp_demo.base_optimizer(config, model.named_parameters(), lr)"
+        )
 
 
 def _warn_of_second_momentum(preset: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -155,16 +171,16 @@ def materialise(optimizer: torch.optim.Optimizer) -> None:
 def fresh_state(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor
 ) -> dict[str, Tensor] | None:
-    """What torch's SGD, Adam, AdamW and Muon, and `QHAdamW`, hold for parameter `p` of `group`
-    before their first step; None of others, which make their state at that step.
+    """What torch's SGD, Adam, AdamW and Muon, `QHAdamW` and `LowRankAdamW` hold for parameter `p`
+    of `group` before their first step; None of others, which make their state at that step.
 
     SGD's momentum begins as a copy of the first gradient g. A buffer of negative zeros comes to the
     same at the first step, since mu * -0.0 + g is g for every g. With dampening there is no such
     buffer: None.
     """
     kind = type(optimizer)  # the class itself: one that inherits from it may keep something else
-    if kind is QHAdamW:
-        return fresh_moments(p)
+    if kind in (QHAdamW, LowRankAdamW):
+        return optimizer.fresh(group, p)  # type: ignore[attr-defined]
     is_muon = kind is torch.optim.Muon or kind.__name__ == "ShardedMuon"
     if kind is torch.optim.SGD:
         if group["momentum"] and group["dampening"]:
@@ -211,7 +227,7 @@ def misfit(
                 return f"it holds {', '.join(sorted(there))} of {name}, which no optimizer has here"
             continue
         optimizer, group = by_id[id(p)]
-        known = fresh_state(optimizer, group, torch.empty(0, dtype=p.dtype, device=p.device))
+        known = fresh_state(optimizer, group, torch.empty(p.shape, dtype=p.dtype, device="meta"))
         if known is None:
             if kinds is not None and sorted(kinds) != sorted(mine):
                 return who

@@ -67,9 +67,13 @@ class QHAdamW(torch.optim.Optimizer):
         loss = evaluated(closure)
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
-                self.state[p] = self.state[p] or fresh_moments(p)
+                self.state[p] = self.state[p] or self.fresh(group, p)
                 self._move(p, group)
         return loss
+
+    def fresh(self, group: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
+        """The state of parameter `p` of `group` before its first step."""
+        return fresh_moments(p)
 
     def _move(self, p: Tensor, group: dict[str, Any]) -> None:
         state, gradient, lr = self.state[p], p.grad, float(group["lr"])

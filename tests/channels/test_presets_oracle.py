@@ -7,13 +7,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 
-from fsdp_demo import ExchangeConfig, MuonAdamW, QHAdamW, preset
+from fsdp_demo import ExchangeConfig, LowRankAdamW, MuonAdamW, QHAdamW, preset
 from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.compression.selection import seeded
 from fsdp_demo.compression.windows import EDGE
@@ -43,6 +43,14 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 def slow(params: Any) -> torch.optim.Optimizer:
     return QHAdamW(params, lr=0.01, betas=(0.99, 0.999), nu=0.7, weight_decay=0.1)
+
+
+def low_rank(params: Any, error_feedback: bool = False) -> torch.optim.Optimizer:
+    """Of all matrices, since parameters have no names here."""
+    params = list(params)
+    rest = {"params": [p for p in params if p.ndim != 2], "rank": 0}
+    matrices = {"params": [p for p in params if p.ndim == 2], "rank": 16}
+    return LowRankAdamW([rest, matrices], lr=0.01, error_feedback=error_feedback)
 
 
 def decayed(params: Any) -> torch.optim.Optimizer:
@@ -208,6 +216,13 @@ CASES = {
     "desloc-slow": Case(preset("desloc", inner_optimizer="qhadamw", embeddings=True, period=P,
         clip=None), oracle.Averaging, slow,
         {"period": P, "states": {"exp_avg": 12, "exp_avg_sq": 24}}),
+    "desloc-rank": Case(preset("desloc", rank=16, embeddings=True, period=P, clip=None),
+        oracle.LowRank, low_rank,
+        {"period": P, "rank": 16, "states": {"exp_avg": 12, "exp_avg_sq": 24}}),
+    "diloco-rank": Case(preset("diloco", inner_optimizer="lowrankadamw", inner_rank=16,
+        momentum_warmup=0, period=P, clip=None), oracle.LowRank, partial(low_rank,
+        error_feedback=True), {"period": P, "rank": 16, "error_feedback": True, "lr": 0.7,
+        "momentum": 0.9}),
     "diloco-eager": Case(preset("diloco", eager=2, momentum_warmup=0, period=P, clip=None),
         oracle.Eager, adamw, {"period": P, "share": 0.5}),
     "diloco-eager-4": Case(preset("diloco", eager=4, momentum_warmup=0, period=P, clip=None,

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint  # before the first fork: it takes a second
 
 import fsdp_demo
+from fsdp_demo import LowRankAdamW
 from fsdp_demo.errors import NotFinite
 from fsdp_demo.rendezvous.topology import Topology
 
@@ -85,6 +86,7 @@ MORE = {
     "momentum": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9, nesterov=True),
     "centered": lambda p: torch.optim.RMSprop(p, 1e-2, momentum=0.9, centered=True),
     "amsgrad": lambda p: torch.optim.AdamW(p, 1e-2, amsgrad=True),
+    "lowrank": lambda p: LowRankAdamW([{"params": p, "rank": 2, "error_feedback": True}]),
     "foreign": lambda p: Foreign(p, 1e-2),
 }
 
@@ -98,6 +100,7 @@ class Job(PlainLoop):
         model = torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1])
         make = MORE.get(kind) or (lambda p: OF_TORCH[kind](p, lr=1e-2))
         changes = {"inner_optimizers": "as_is", "clip": None} if preset == "diloco" else {}
+        changes |= {"inner_rank": 2} if kind == "lowrank" else {}
         config, alone = fsdp_demo.preset(preset, **changes), Topology.from_env({})
         super().__init__(
             folder, model, make(model.parameters()), config, resume, alone, fresh=fresh

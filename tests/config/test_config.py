@@ -386,7 +386,7 @@ def test_config_digest_holds_every_field(name: str) -> None:
     words = "source transform select feedback mean_over acts_as value_dtype sign order clip rate "
     words += "clip_scope after offload_outer_state transform_precision nesterov local_delta mix "
     words += "accumulator offset sync_every momentum keep_steps own_share own_step dampening "
-    words += "fragments local_steps backup_islands "
+    words += "fragments local_steps backup_islands inner_rank "
     words += "weight" if any(c.later for c in config.channels) else ""
     assert unmoved <= set(words.split())
 

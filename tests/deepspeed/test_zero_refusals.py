@@ -18,7 +18,7 @@ import fsdp_demo
 from deepspeed_ext import refusals
 from deepspeed_ext.node_mesh import compare_environment
 from deepspeed_ext.refusals import refuse
-from fsdp_demo import MuonAdamW, Topology, preset
+from fsdp_demo import LowRankAdamW, MuonAdamW, Topology, preset
 
 from ..support import zero
 from ..support.inside import in_ranks
@@ -197,6 +197,9 @@ def test_zero_refusal_of_matrix_optimizers(me):
         text = said(lambda made=made: deepspeed_ext.attach(made, "muloco"))
         assert f"{name} as the client optimizer" in text
         assert '{"type": "Muon", "params": {"muon_lr": ..., "adam_lr": ...}}' in text
+    low = zero.engine(zero.settings("zero1"), lambda ps: LowRankAdamW([{"params": ps, "rank": 4}]))
+    config = preset("desloc", rank=4, clip=None)
+    assert "LowRankAdamW, which needs matrices" in said(lambda: deepspeed_ext.attach(low, config))
     with pytest.raises(ValueError, match="must be a 2D matrix"):  # what is spared the user
         zero.train(made, range(1), me.rank)
 

@@ -19,7 +19,16 @@ import fsdp_demo
 from fsdp_demo import Channel, ExchangeConfig, SyncSchedule, preset
 from fsdp_demo.checkpoint import load_exchange, save_exchange
 
-from ..channels.test_presets_oracle import adamw, coding, demo, follow, sgd, start, worst_of
+from ..channels.test_presets_oracle import (
+    adamw,
+    coding,
+    demo,
+    follow,
+    low_rank,
+    sgd,
+    start,
+    worst_of,
+)
 from ..oracles import presets as oracle
 from ..support import probe
 from ..support.inside import in_ranks
@@ -451,6 +460,8 @@ RESUMED = {
         **{"schedule.delay": 2, "applier.keep_steps": True}),
     "diloco-share": preset("diloco", period=3, **{"schedule.delay": 3, "applier.own_share": 0.5}),
     "diloco-eager": preset("diloco", period=2, eager=2, **{"applier.dampening": 0.5}),
+    "desloc-rank": preset("desloc", rank=16, embeddings=True, period=4, clip=None,
+        states={"exp_avg": 1, "exp_avg_sq": 2}),
 }  # fmt: skip
 
 
@@ -461,6 +472,7 @@ def test_resume_equals_uninterrupted_run(me, name):
     Bit for bit, in the middle of a period, with payloads in flight.
     """
     config, inner = RESUMED[name], sgd if name.startswith(("demo", "random")) else adamw
+    inner = low_rank if config.inner_rank else inner
     job, folder = probe.Job(me, config, inner), me.folder / f"home{me.island}"
     job.steps(6)
     save_exchange(folder, job.exchange)

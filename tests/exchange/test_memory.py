@@ -45,6 +45,7 @@ CASES: dict[str, ExchangeConfig] = {
     # a cycle of 4 steps, not of 12
     "desloc": preset("desloc", period=1, states={"exp_avg": 2, "exp_avg_sq": 4}),
     # forms that no preset takes by default
+    "desloc, rank": preset("desloc", rank=8, period=1, states={"exp_avg": 2, "exp_avg_sq": 4}),
     "demo, late": preset("demo", **{"schedule.delay": 3}),
     "demo, no senders": preset("demo", **{"reducer.mean_over": "replicas"}),
     "diloco, int8": preset("diloco", period=2, value_dtype="int8"),

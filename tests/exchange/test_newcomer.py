@@ -150,6 +150,8 @@ CASES = {
     "local_sgd-queue": preset("local_sgd", period=2, **{"schedule.delay": 5}),
     "local_adam": preset("local_adam", period=3),
     "desloc": preset("desloc", period=2, **{"exp_avg.schedule.delay": 1}),
+    "desloc-rank": preset("desloc", rank=4, period=2, states={"exp_avg": 1, "exp_avg_sq": 2}),
+    "diloco-rank": preset("diloco", inner_optimizer="lowrankadamw", inner_rank=4, period=3),
     "diloco": preset("diloco", period=3, momentum_warmup=2),
     "diloco-int8": preset("diloco", period=3, value_dtype="int8"),
     "diloco-late": preset("diloco", period=4, **{"schedule.delay": 3, "applier.mix": 0.5}),
@@ -191,6 +193,9 @@ def compare(config: Any, now: dict[str, Any], then: dict[str, Any]) -> None:
         if c.state_name:
             kept = ["step", *([c.state_name] if exact and not c.exclude else [])]
             assert all(torch.equal(a[n], b[n]) for a, b in pairs for n in kept)
+    if config.averages_moments:
+        bases = [(a["projection"], b["projection"]) for a, b in pairs if "projection" in a]
+        assert bases and all(map(torch.equal, *zip(*bases, strict=True)))
     for name in equal:
         assert joining.same(now[name], then[name]), (name, now[name], then[name])
 
@@ -214,7 +219,9 @@ def test_newcomer_state_equals_others(name: str) -> None:
         exchange.detach()
 
 
-@pytest.mark.parametrize("name", ["demo-adamw", "streaming_diloco", "local_sgd-late"])
+@pytest.mark.parametrize(
+    "name", ["demo-adamw", "streaming_diloco", "local_sgd-late", "desloc-rank"]
+)
 @in_ranks()
 def test_newcomer_fsdp2_shards(me: Any, name: str) -> None:
     """A newcomer may be sharded. FSDP2 over two ranks; each follows its own line."""

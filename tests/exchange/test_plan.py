@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_demo
-from fsdp_demo import ExchangeConfig, preset, presets
+from fsdp_demo import ExchangeConfig, base_optimizer, preset, presets
 from fsdp_demo.compression import dense as vectors
 from fsdp_demo.exchange import plan
 from fsdp_demo.peers import header
@@ -44,6 +45,7 @@ CASES: dict[str, ExchangeConfig] = {
     "local_sgd": preset("local_sgd", period=2),
     "local_adam": preset("local_adam", period=3),
     "desloc": preset("desloc", embeddings=True, period=2, states={"exp_avg": 2, "exp_avg_sq": 3}),
+    "desloc, rank": preset("desloc", rank=16, period=2, states={"exp_avg": 2, "exp_avg_sq": 3}),
     "diloco": preset("diloco", period=3),
     "streaming_diloco": preset("streaming_diloco", period=5, layers=2, delay=2),
     "demo": preset("demo"),
@@ -105,7 +107,8 @@ def counted(me: Any, name: str, config: ExchangeConfig) -> list[tuple[int, ...]]
         for part in (*model.layers, model):
             fully_shard(part, mesh=me.mesh())
     kind = torch.optim.SGD if config.inner_optimizers[0] == "sgd" else torch.optim.AdamW
-    optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    kind = partial(base_optimizer, config) if config.inner_rank else kind
+    optimizer = kind([(n, p) for n, p in model.named_parameters() if p.requires_grad], lr=1e-3)
     # bytes do not depend on it, and AdamW alone is refused under muloco
     insists = {"inner_optimizers": "as_is"} if config.preset.endswith("muloco") else {}
     exchange = fsdp_demo.attach(optimizer, config, model=model, **insists)

@@ -122,7 +122,7 @@ def test_qhadamw_presets_make_and_take_it(name: str) -> None:
     "name, chosen, parts",
     [
         ("muloco", "qhadamw", ["'muloco'", "allowed are muonadamw"]),
-        ("diloco", "sgd", ["'diloco'", "adamw, qhadamw, muonadamw"]),
+        ("diloco", "sgd", ["'diloco'", "adamw, qhadamw, lowrankadamw, muonadamw"]),
         ("demo", "qhadamw", ["sgd, adamw, as_is"]),
     ],
 )

@@ -18,14 +18,15 @@ import torch
 from .averaging import Averaging
 from .dense import mean_of
 from .eager import Eager
+from .lowrank import LowRank
 from .replicas import Gradients, Inner, Replicas, Tensors, due, mean, warmed
 from .sparse import Coding, DecoupledMomentum, Demo, Shard, Sparse, SparseLoCo
 from .streaming import MuLoCo, Streaming, fragments
 
 __all__ = [
     "Averaging", "Coding", "DecoupledMomentum", "Demo", "DiLoCo", "Eager", "Full", "Gradients",
-    "Inner", "MuLoCo", "Replicas", "Shard", "Sparse", "SparseLoCo", "Streaming", "Tensors", "due",
-    "fragments", "mean",
+    "Inner", "LowRank", "MuLoCo", "Replicas", "Shard", "Sparse", "SparseLoCo", "Streaming",
+    "Tensors", "due", "fragments", "mean",
 ]  # fmt: skip
 
 

@@ -56,6 +56,7 @@ def desloc(
     states: dict[str, int] | None = None,
     value_dtype: str = "fp32",
     embeddings: bool = False,
+    rank: int = 0,
 ) -> ExchangeConfig:
     """DES-LOC (Iacob et al., arXiv 2505.22549): parameters and each optimizer state are averaged,
     every one on a schedule of its own.
@@ -69,12 +70,21 @@ def desloc(
     Ours: the states of embeddings and heads stay local, unless `embeddings`. A row of a token that
     one replica has not seen has no second moment there; a first moment averaged more often than the
     second makes it step by lr * m / eps (entries of 700 after 8 steps, seen).
+
+    `rank`: LoRDO (Jovanović et al., arXiv 2602.04396): `LowRankAdamW` inside, whose moments of
+    matrices have so many columns. Parameters are averaged as deltas, for the anchor (4 bytes per
+    parameter) of which projections are remade.
     """
     chosen = states if states is not None else {"exp_avg": 3, "exp_avg_sq": 6}
     channels = _with_states(period, chosen, value_dtype)
     if not embeddings:
         channels = tuple(replace(c, exclude=EMBEDDINGS) if c.state_name else c for c in channels)
-    return ExchangeConfig("desloc", channels, lr=4e-4, clip=1.0)
+    inner: tuple[str, ...] = ("any",)
+    if rank:
+        mean = Applier("outer_step", lr=1.0)
+        channels = (replace(channels[0], name="delta", source="delta", applier=mean), *channels[1:])
+        inner = ("lowrankadamw",)
+    return ExchangeConfig("desloc", channels, inner, lr=4e-4, clip=1.0, inner_rank=rank)
 
 
 def averaged(name: str, source: str, period: int, value_dtype: str, after: str = "") -> Channel:
