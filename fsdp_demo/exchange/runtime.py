@@ -48,6 +48,7 @@ from ..rendezvous.topology import Topology
 from . import run_specification
 from .in_flight import InFlightQueue
 from .message import LocalStatus, mean_rate
+from .on_change import ChangeMeter
 from .pace import Pace
 from .refusals import Copies
 from .rewritten import EVERY, Rewritten, total
@@ -97,6 +98,7 @@ class StepRuntime:
         hooks: the engine's step hooks, which call `before`, `after` and `skip`.
         rewritten: the check for parameters written since an exchange.
         pace: the ticks that this replica leaves out, where islands take unlike steps.
+        changes: of the gradients, where channels exchange only after one.
         step: optimizer steps of the job done so far (ticks).
         begun: the step whose gradients are in the accumulators; a step that is cut off and taken
             again does not add them twice.
@@ -151,6 +153,7 @@ class StepRuntime:
         self.config, self.parameters = config, bound.parameters
         self.channels, self.buffers = bound.channels, bound.buffers
         self.pace = Pace(config, self.topology.island)
+        self.changes = ChangeMeter(config.channels)
         self.queue.work_with([*self.channels, *self.buffers], config.norm_limit, self.pace)
         self.before_step = [c for c in self.channels if c.channel.before_step]
         self.after_step = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
@@ -253,6 +256,9 @@ class StepRuntime:
     @torch.no_grad()
     def _act_on_gradients(self) -> None:
         mine = self.before_step
+        if self.changes.schedule and self.begun != self.step and not self.status.skipping:
+            host = self.host
+            self.changes.note(self.island, host.params, host.tensors("gradient"))
         self._look_at_gradients(bool(mine) or self._watches_gradients)
         if self._copies is not None:
             self._copies.look(mine)
@@ -312,7 +318,7 @@ class StepRuntime:
     def _end_tick(self) -> None:
         mine, step = self.after_step, self.step
         try:
-            due = [c for c in mine if c.channel.schedule.due(step)]
+            due = self._decided([c for c in mine if c.channel.schedule.due(step)])
             if due or self.queue.flights:  # else nothing is to be done, and it costs nothing
                 with torch.no_grad():
                     self.exchange(mine, due, step)
@@ -331,6 +337,20 @@ class StepRuntime:
         if asked or self._rates is not None:
             self._let_follow(asked and not self.stopped)
         self._phases.end_of_step()
+
+    def _decided(self, due: list[ChannelRunner]) -> list[ChannelRunner]:
+        """Those of the channels that exchange now: where a schedule is a check, all islands decide
+        by one message. Who asks all to stop needs an exchange, which carries that.
+        """
+        checks = [c for c in due if not c.channel.schedule.pure]
+        if not checks:
+            return due
+        unsent = self.step + 1 - self.queue.last[checks[0].channel.name]
+        wanted = self.changes.wants(unsent) or self.status.asks_to_stop
+        if self._mean_over_islands(self.island.max(float(wanted))[0]) > 0:
+            return due
+        self.queue.applied |= {c.channel.name: self.step for c in checks}
+        return [c for c in due if c not in checks]
 
     @torch.no_grad()
     @collective("skip()")

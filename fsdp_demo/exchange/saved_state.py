@@ -126,6 +126,7 @@ class ExchangeState:
         norms: of the last messages (`watch.Norms.state`).
         history: as `History.note`; empty where it is not known.
         pace: as `Pace.state`; empty where all islands take all steps.
+        changes: as `ChangeMeter.state`; empty where no channel checks.
     """
 
     step: int
@@ -143,6 +144,7 @@ class ExchangeState:
     norms: dict[str, Any] = field(default_factory=dict)
     history: dict[str, Any] = field(default_factory=dict)
     pace: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)
 
     def to_tree(self) -> dict[str, Any]:
         """Dicts, lists, numbers and tensors (references): what `Exchange.state_dict` gives."""
@@ -160,6 +162,7 @@ class ExchangeState:
             **({"norms": self.norms} if self.norms else {}),
             **({"history": self.history} if self.history else {}),
             **({"pace": self.pace} if self.pace else {}),
+            **({"changes": self.changes} if self.changes else {}),
         }
 
     @classmethod
@@ -184,4 +187,5 @@ class ExchangeState:
             norms=dict(tree.get("norms", {})),
             history=dict(tree.get("history", {})),
             pace=dict(tree.get("pace", {})),
+            changes=dict(tree.get("changes", {})),
         )

@@ -61,6 +61,7 @@ class DonorPosition(Struct, frozen=True):
         history: of contributors (`saved_state.History`).
         tokens: of all islands so far, as the donor's island counts them.
         pace: the shares of islands that take unlike steps (`Pace.state`).
+        changes: of the donor's gradients (`ChangeMeter.state`).
     """
 
     step: Whole
@@ -75,6 +76,7 @@ class DonorPosition(Struct, frozen=True):
     history: HistoryNote
     tokens: Whole = 0
     pace: dict[str, list[tuple[Whole, Whole]]] = {}
+    changes: dict[str, list[float]] = {}
 
     @classmethod
     def of(
@@ -106,6 +108,7 @@ class DonorPosition(Struct, frozen=True):
             history=cast("HistoryNote", queue.history.note()),
             tokens=tokens,
             pace={k: v for k, v in runtime.pace.state().items() if k != "left_out"},
+            changes=runtime.changes.state(),
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .averaging import Averaging
+from .averaging import Averaging, SelSync
 from .dense import mean_of
 from .replicas import Gradients, Inner, Replicas, Tensors, due, mean, warmed
 from .sparse import Coding, DecoupledMomentum, Demo, Shard, Sparse, SparseLoCo
@@ -23,7 +23,8 @@ from .streaming import MuLoCo, Streaming, fragments
 
 __all__ = [
     "Averaging", "Coding", "DecoupledMomentum", "Demo", "DiLoCo", "Full", "Gradients", "Inner",
-    "MuLoCo", "Replicas", "Shard", "Sparse", "SparseLoCo", "Streaming", "Tensors", "due",
+    "MuLoCo", "Replicas", "Shard", "SelSync", "Sparse", "SparseLoCo",
+    "Streaming", "Tensors", "due",
     "fragments", "mean",
 ]  # fmt: skip
 

@@ -32,7 +32,7 @@ def plan_table(rows: Sequence[Row], width: int = COLUMNS) -> str:
             r.name,
             r.settings,
             size(r.bytes_per_exchange),
-            size(r.bytes_per_step),
+            _range(r.least_bytes_per_step, r.bytes_per_step),
             f"{r.mean_gbit_s:.3g}",
             f"{r.peak_gbit_s:.3g}",
             f"{r.line_use:.0%}",
@@ -87,11 +87,15 @@ def summary(found: Sequence[tuple[Situation, Row]]) -> str:
     body = ["islands, link|settings|bytes/step|exposed s/step|compute".split("|")]
     for s, r in found:
         cells = [f"{s.islands}, {said(s).removeprefix('a link of ')}", f"{r.name} ({r.settings})"]
-        cells.append(size(r.bytes_per_step))
+        cells.append(_range(r.least_bytes_per_step, r.bytes_per_step))
         missed = f" (below {s.target:.0%})" if r.compute_utilisation < s.target else ""
         share = f"{r.compute_utilisation:.1%}{missed}"
         body.append([*cells, _short(r.exposed_seconds_per_step), share])
     return table(body, left=2)
+
+
+def _range(least: float, most: float) -> str:
+    return size(most) if least == most else f"{size(least)} to {size(most)}"
 
 
 def _short(seconds: float) -> str:
