@@ -66,7 +66,7 @@ class SyncSchedule:
         in_range("schedule.delay", self.delay, 0)
 
     def due(self, step: int) -> bool:
-        """Whether an exchange starts at `step`, or may (`pure`); it is applied at `step + delay`."""
+        """Whether an exchange starts at `step`, or may (not `pure`); applied at `step + delay`."""
         return step + 1 > self.offset and (step + 1 - self.offset) % self.sync_every == 0
 
     def surely(self, step: int) -> bool:

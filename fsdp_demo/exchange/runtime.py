@@ -349,7 +349,7 @@ class StepRuntime:
         wanted = self.changes.wants(unsent) or self.status.asks_to_stop
         if self._mean_over_islands(self.island.max(float(wanted))[0]) > 0:
             return due
-        self.queue.applied |= {c.channel.name: self.step for c in checks}
+        self.queue.note_check(checks, self.step)
         return [c for c in due if c not in checks]
 
     @torch.no_grad()

@@ -278,8 +278,9 @@ def _batch(runtime: StepRuntime, batch: Sequence[int]) -> str:
 
 
 def _bytes_of_island(runtime: StepRuntime) -> tuple[list[float], list[float]]:
-    """(most bytes of one exchange, mean per step, the same at the least, where the islands decide)
-    of this island in the phase that sends most, and (values that sparse channels send whole, all their values). A collective inside the island.
+    """(most bytes of one exchange, mean per step, the least that is) of this island in the phase
+    that sends most, and (values that sparse channels send whole, all their values). A collective
+    inside the island.
     """
     active = [c for c in (*runtime.channels, *runtime.buffers) if c.section is not None]
     topology, plans = runtime.topology, []
