@@ -363,8 +363,9 @@ def warm_then_cosine(t: int) -> float:
 
 
 ALL_FOUR = (
-    "full", "local_sgd", "sel_sync", "local_adam", "desloc", "diloco", "streaming_diloco", "demo",
-    "demo-v2", "demo-adamw", "random", "stride", "consensus", "released", "released-average", "sparse_loco",
+    "full", "local_sgd", "sel_sync", "local_adam", "desloc", "diloco", "streaming_diloco",
+    "demo", "demo-v2", "demo-adamw", "random", "stride", "consensus", "released",
+    "released-average", "sparse_loco",
 )  # fmt: skip
 SEEDS = {"demo": 1, "demo-adamw": 1, "consensus": 1, "sparse_loco": 1}
 CLIPS = {"demo-v2": 0.5, "stride": 5.0}  # of means of which little is sent at a step

@@ -277,7 +277,9 @@ def test_config_set_texts_wrong_type(name: str, text: str, parts: list[str]) -> 
 def changes_of(name: str) -> st.SearchStrategy[dict[str, Any]]:
     """Changes that are allowed for a preset, as `preset(name, **changes)` takes them."""
     number = st.floats(1e-8, 1e8)
-    delays = {} if name in ("streaming_diloco", "sel_sync") else {"schedule.delay": st.integers(0, 3)}
+    delays = (
+        {} if name in ("streaming_diloco", "sel_sync") else {"schedule.delay": st.integers(0, 3)}
+    )
     options: dict[str, Any] = {
         **delays,
         "clip": st.none() | number,
