@@ -45,21 +45,19 @@ class ChangeMeter:
     """The changes of one island's gradients, the same on all its ranks.
 
     Args:
-        channels: of the method.
+        channels: of the method, of which some wait for a change.
 
     Attributes:
-        schedule: of the channels that wait for a change; None where none does.
+        schedule: of these.
     """
 
     def __init__(self, channels: Sequence[Channel]):
-        self.schedule: SyncSchedule | None = next(
-            (c.schedule for c in channels if not c.schedule.pure), None
-        )
+        self.schedule: SyncSchedule = next(c.schedule for c in channels if not c.schedule.pure)
         self.clear()
 
     def clear(self) -> None:
         """Begin anew: nothing is known of any step."""
-        window = self.schedule.window if self.schedule else 1
+        window = self.schedule.window
         self._norms, self._changes = deque[float](maxlen=window), deque[float](maxlen=window)
         self._changed, self._unread = False, list[Tensor]()
         self._places, self._tensors = torch.empty(0, device="cpu"), 0
@@ -96,7 +94,6 @@ class ChangeMeter:
         one, or it is not known whether it has, or `at_most` steps are over. unsent: steps since the
         last exchange.
         """
-        assert self.schedule is not None, "no channel checks"
         self._read()
         known, bound = len(self._changes) == self.schedule.window, self.schedule.at_most
         changed, self._changed = self._changed, False
@@ -110,7 +107,6 @@ class ChangeMeter:
                 self._add(norm)
 
     def _add(self, norm: float) -> None:
-        assert self.schedule is not None
         window, norms = self.schedule.window, self._norms
         before = smoothed(norms) if len(norms) == window else 0.0
         norms.append(norm)
@@ -122,17 +118,15 @@ class ChangeMeter:
     # ---- kept ----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, list[float]]:
-        """What is saved and handed to newcomers, as JSON; empty where no channel checks."""
+        """What is saved and handed to newcomers, as JSON."""
         self._read()
-        if self.schedule is None:
-            return {}
         changed = [float(self._changed)]
         return {"norms": [*self._norms], "changes": [*self._changes], "changed": changed}
 
     def load(self, kept: Mapping[str, Any]) -> None:
         """The inverse of `state`; nothing is known where it is empty."""
         self.clear()
-        if self.schedule is not None and kept:
+        if kept:
             self._norms.extend(map(float, kept["norms"]))
             self._changes.extend(map(float, kept["changes"]))
             self._changed = bool(kept["changed"][0])

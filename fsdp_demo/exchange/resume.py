@@ -33,7 +33,7 @@ def state(runtime: StepRuntime) -> ExchangeState:
         norms=queue.norms.state(),
         history=queue.history.note(),
         pace=runtime.pace.state(),
-        changes=runtime.changes.state(),
+        changes=runtime.changes.state() if runtime.changes else {},
         **runtime.status.state(),
     )
 
@@ -80,7 +80,8 @@ def load(runtime: StepRuntime, saved: ExchangeState) -> None:
     runtime.queue.norms.load(saved.norms)
     runtime.queue.history.load(saved.history)
     runtime.pace.load(saved.pace)
-    runtime.changes.load(saved.changes)
+    if runtime.changes:
+        runtime.changes.load(saved.changes)
     runtime.status.load(saved, runtime.host.device)
 
 
@@ -90,7 +91,8 @@ def forget(runtime: StepRuntime) -> None:
     runtime.status.clear()
     runtime.note_drift(None)
     runtime.pace.clear()
-    runtime.changes.clear()
+    if runtime.changes:
+        runtime.changes.clear()
     runtime.go_to(runtime.step, begun=-1)
     for c in runtime.channels:
         c.present = [False] * len(c.covered)

@@ -98,7 +98,7 @@ class StepRuntime:
         hooks: the engine's step hooks, which call `before`, `after` and `skip`.
         rewritten: the check for parameters written since an exchange.
         pace: the ticks that this replica leaves out, where islands take unlike steps.
-        changes: of the gradients, where channels exchange only after one.
+        changes: of the gradients, where channels exchange only after one; else None.
         step: optimizer steps of the job done so far (ticks).
         begun: the step whose gradients are in the accumulators; a step that is cut off and taken
             again does not add them twice.
@@ -153,7 +153,7 @@ class StepRuntime:
         self.config, self.parameters = config, bound.parameters
         self.channels, self.buffers = bound.channels, bound.buffers
         self.pace = Pace(config, self.topology.island)
-        self.changes = ChangeMeter(config.channels)
+        self.changes = ChangeMeter(config.channels) if config.checks else None
         self.queue.work_with([*self.channels, *self.buffers], config.norm_limit, self.pace)
         self.before_step = [c for c in self.channels if c.channel.before_step]
         self.after_step = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
@@ -256,7 +256,7 @@ class StepRuntime:
     @torch.no_grad()
     def _act_on_gradients(self) -> None:
         mine = self.before_step
-        if self.changes.schedule and self.begun != self.step and not self.status.skipping:
+        if self.changes and self.begun != self.step and not self.status.skipping:
             host = self.host
             self.changes.note(self.island, host.params, host.tensors("gradient"))
         self._look_at_gradients(bool(mine) or self._watches_gradients)
@@ -343,7 +343,7 @@ class StepRuntime:
         by one message. Who asks all to stop needs an exchange, which carries that.
         """
         checks = [c for c in due if not c.channel.schedule.pure]
-        if not checks:
+        if not checks or self.changes is None:
             return due
         unsent = self.step + 1 - self.queue.last[checks[0].channel.name]
         wanted = self.changes.wants(unsent) or self.status.asks_to_stop

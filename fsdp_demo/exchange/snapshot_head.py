@@ -61,7 +61,7 @@ class DonorPosition(Struct, frozen=True):
         history: of contributors (`saved_state.History`).
         tokens: of all islands so far, as the donor's island counts them.
         pace: the shares of islands that take unlike steps (`Pace.state`).
-        changes: of the donor's gradients (`ChangeMeter.state`).
+        changes: of the donor's gradients (`ChangeMeter.state`); empty where no channel checks.
     """
 
     step: Whole
@@ -108,7 +108,7 @@ class DonorPosition(Struct, frozen=True):
             history=cast("HistoryNote", queue.history.note()),
             tokens=tokens,
             pace={k: v for k, v in runtime.pace.state().items() if k != "left_out"},
-            changes=runtime.changes.state(),
+            changes=runtime.changes.state() if runtime.changes else {},
         )
 
 
