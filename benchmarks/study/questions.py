@@ -286,6 +286,10 @@ QUESTIONS = {
         sign_loco(),
         *(under(sign_loco(), gain) for gain in (1.0, 1.3, 1.6)),
     ],
+    "a change of the gradient": [
+        Cell(f"local_sgd H={H}", "local_sgd", {"period": H}, 1.4e-3),
+        *(Cell(f"sel_sync delta {d:g}", "sel_sync", {"delta": d}, 1.4e-3) for d in (0.3, 5e-3)),
+    ],
     **{f"rise in {n} x {STEPS} steps": rising(n) for n in (1, 2)},
     "every value in one bit": [
         full(),

@@ -84,6 +84,7 @@ METHODS = {
         "after an exchange",
     ),
     "local_sgd": ("parameters", "any", "after an exchange"),
+    "sel_sync": ("parameters, if a gradient has changed", "any", "after an exchange"),
     "local_adam": ("parameters and both moments", "AdamW", "after an exchange"),
     "desloc": (
         "parameters and moments (not of embeddings)",

@@ -7,6 +7,7 @@ further up, and `tests/test_registries.py` keeps both sides equal:
 * FORMATS, TRANSFORMS, SELECTIONS: `compression/formats.py`, `compression/transform.py`,
   `compression/selection.py`, `compression/threshold.py`.
 * APPLIERS: `channels/apply.py`.
+* SCHEDULES: `SyncSchedule` itself; what is not pure is decided by `exchange/on_change.py`.
 """
 
 from __future__ import annotations
@@ -84,6 +85,19 @@ class Acts:
     whole: bool = False
 
 
+@dataclass(frozen=True)
+class When:
+    """The way in which a schedule finds the steps of its exchanges (`schedule.when`).
+
+    Attributes:
+        pure: whether they follow from the schedule alone. If not, a step that is due is a check, in
+            which the islands decide: plans give a range, and who leaves sends nothing early.
+    """
+
+    pure: bool
+
+
+SCHEDULES = {"every": When(pure=True), "on_change": When(pure=False)}
 FORMATS = {
     "fp32": Format(32),
     "bf16": Format(16),

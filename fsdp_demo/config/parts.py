@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from .names import APPLIERS, FORMATS, SELECTIONS, TRANSFORMS, Acts, Format, Selection
+from .names import APPLIERS, FORMATS, SCHEDULES, SELECTIONS, TRANSFORMS, Acts, Format, Selection
 from .parsing import in_range, one_of
 
 NEVER = 1 << 30
@@ -29,7 +29,8 @@ DIVISORS = ("published", "exact")
 
 @dataclass(frozen=True)
 class SyncSchedule:
-    """When a channel acts: a pure function of the job's step t = 0, 1, 2, ...
+    """When a channel acts: a pure function of the job's step t = 0, 1, 2, ..., but under
+    `on_change`, which says when it may act.
 
     Attributes:
         sync_every: optimizer steps from one exchange to the next (DiLoCo's H, torchft's
@@ -37,6 +38,12 @@ class SyncSchedule:
         offset: steps by which the first exchange is late (torchft's fragment_sync_offset).
         delay: steps between the start of an exchange and its effect (torchft's
             fragment_sync_delay).
+        when: `every`: in each step that is due; `on_change`: every `sync_every` steps the islands
+            ask each other, and exchange if the gradient of any has changed (SelSync).
+        delta: of `on_change`: the smoothed relative change of the gradient norm, from 0, that
+            counts as one.
+        window: steps over which norms and their changes are smoothed.
+        at_most: steps after which a check exchanges in any case; 0: no number of them.
 
     Example:
         >>> from fsdp_demo import SyncSchedule
@@ -47,19 +54,49 @@ class SyncSchedule:
     sync_every: int = 1
     offset: int = 0
     delay: int = 0
+    when: str = "every"
+    delta: float = 0.3
+    window: int = 25
+    at_most: int = 256
 
     def __post_init__(self) -> None:
+        one_of("schedule.when", self.when, tuple(SCHEDULES))
+        in_range("schedule.delta", self.delta, 0.0)
+        in_range("schedule.window", self.window, 1)
+        in_range("schedule.at_most", self.at_most, 0)
         in_range("schedule.sync_every", self.sync_every, 1)
         in_range("schedule.offset", self.offset, 0, self.sync_every - 1)
         in_range("schedule.delay", self.delay, 0)
 
     def due(self, step: int) -> bool:
-        """Whether an exchange starts at `step`; it is applied at `step + delay`."""
+        """Whether an exchange starts at `step`, or may (not `pure`); applied at `step + delay`."""
         return step + 1 > self.offset and (step + 1 - self.offset) % self.sync_every == 0
+
+    def surely(self, step: int) -> bool:
+        """Whether an exchange starts at `step` if no gradient ever changes."""
+        period = self.longest
+        return self.due(step) and period > 0 and (step + 1 - self.offset) % period == 0
+
+    @property
+    def longest(self) -> int:
+        """The most steps from one exchange to the next; 0: no number of them."""
+        return self.sync_every if self.pure else self.at_most
+
+    @property
+    def pure(self) -> bool:
+        """Whether each step that is due has an exchange."""
+        return SCHEDULES[self.when].pure
 
     def round(self, step: int) -> int:
         """Number, from 1, of the exchange that starts at `step` (0 before the first)."""
         return max(step + 1 - self.offset, 0) // self.sync_every
+
+    @property
+    def words(self) -> str:
+        """The steps from one exchange to the next: `8`; `8 to 256` where the islands decide."""
+        if self.pure:
+            return str(self.sync_every)
+        return f"{self.sync_every} {f'to {self.at_most}' if self.at_most else 'or more'}"
 
     @property
     def in_flight(self) -> int:

@@ -17,7 +17,50 @@ from .parts import NEVER
 
 def problems(c: Channel) -> list[str]:
     """Contradictions within one channel, each a text with the reason and the cure."""
-    return [text for wrong, text in (*_codec_rules(c), *_applier_rules(c)) if wrong]
+    found = (*_codec_rules(c), *_applier_rules(c), *_schedule_rules(c))
+    return [text for wrong, text in found if wrong]
+
+
+def _schedule_rules(c: Channel) -> list[tuple[bool, str]]:
+    s, checks = c.schedule, not c.schedule.pure
+    later = bool(s.offset or s.delay or c.fragments or c.after)
+    return [
+        (
+            checks and not c.applier.acts.whole,
+            f"schedule.when={s.when!r} makes rounds of unlike length, which the mean of "
+            f"parameters or states bears; found source {c.source!r}, whose rates and memory go by "
+            "rounds: use when='every', or the preset sel_sync",
+        ),
+        (
+            checks and later,
+            f"schedule.when={s.when!r} is one decision of all islands at a step, found "
+            f"offset={s.offset}, delay={s.delay}, after={c.after!r}"
+            f"{', fragments' * bool(c.fragments)}: leave these out",
+        ),
+        (
+            checks and s.at_most % s.sync_every != 0,
+            f"schedule.at_most={s.at_most} is no multiple of the steps between checks, "
+            f"schedule.sync_every={s.sync_every} (check_every of sel_sync): make it one, or 0",
+        ),
+    ]
+
+
+def check_problem(channels: Sequence[Channel], by_speed: bool) -> str:
+    """Why channels that exchange on a decision do not go together, or with islands that take unlike
+    steps; empty where they do.
+    """
+    found = {c.schedule: c.name for c in channels if not c.schedule.pure}
+    if len(found) > 1:
+        return (
+            f"channels {', '.join(map(repr, found.values()))} have unlike schedules "
+            "when='on_change', and the islands decide once for all: give them the same"
+        )
+    if found and by_speed:
+        return (
+            "local_steps='by_speed' goes by rounds of one length, found when='on_change', whose "
+            "rounds are not: use local_steps='equal', or a preset with a period, such as diloco"
+        )
+    return ""
 
 
 def _codec_rules(c: Channel) -> list[tuple[bool, str]]:
@@ -319,6 +362,9 @@ def _unused(c: Channel) -> dict[str, str]:
     a, name = c.applier, f"channel {c.name!r}"
     whole = f"{name} sends every value (codec.select='dense')"
     found: dict[str, str] = {}
+    if c.schedule.pure:
+        keys = ("schedule.delta", "schedule.window", "schedule.at_most")
+        found |= dict.fromkeys(keys, f"{name} has schedule.when={c.schedule.when!r}")
     if not c.codec.sparse:
         found |= dict.fromkeys(("codec.topk", "applier.dense_lr"), whole)
     if not c.codec.by_tensor and c.codec.threshold_every > 1:

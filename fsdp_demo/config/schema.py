@@ -136,6 +136,8 @@ class ExchangeConfig:
         how = (self.clips_together, self.norm_limit, self.late_rounds)
         if self.backup_islands and (problem := rules.backup_problem(self.channels, *how)):
             raise ValueError(f"backup_islands={self.backup_islands}: {problem}")
+        if problem := rules.check_problem(self.channels, self.by_speed):
+            raise ValueError(problem)
 
     def _check_channels(self, names: Sequence[str]) -> None:
         if any("." in name for name in names):
@@ -273,17 +275,23 @@ class ExchangeConfig:
 
     def clipped_once(self, norm: float) -> tuple[ExchangeConfig, float]:
         """The configuration, and the norm left to a host (Trainer, DeepSpeed) that clips by `norm`;
-        0: none. Where the method clips the mean gradient, or by one norm over the islands, the
-        exchange clips; else the host clips each replica's own gradient.
+        0: none. Where the method clips the mean gradient, or by one norm over the islands, or
+        watches norms, the exchange clips; else the host clips each replica's own gradient.
         """
-        if self.clips_mean or self.clip_scope == "islands":
+        if self.clips_mean or self.clip_scope == "islands" or self.checks:
             return self.changed({"clip": norm or None}), 0.0
         return self.changed({"clip": None}), norm
 
     @property
     def needs_gradients(self) -> bool:
-        """Whether the exchange reads or changes gradients: it exchanges or clips them."""
-        return self.clip is not None or any(c.before_step for c in self.channels)
+        """Whether the exchange reads or changes gradients: it exchanges, clips or watches them."""
+        known = self.clip is not None or self.checks
+        return known or any(c.before_step for c in self.channels)
+
+    @property
+    def checks(self) -> bool:
+        """Whether channels exchange where the islands decide so, by the norms of gradients."""
+        return any(not c.schedule.pure for c in self.channels)
 
     @property
     def averages_moments(self) -> bool:
@@ -344,7 +352,7 @@ class ExchangeConfig:
             )
             cut = f", in fragments of {counted(c.fragments.layers, 'layer')}" if c.fragments else ""
             parts.append(
-                f"{when}{c.source} every {c.schedule.sync_every}{cut} "
+                f"{when}{c.source} every {c.schedule.words}{cut} "
                 f"({sparse}{c.codec.value_dtype}, mean over {c.reducer.mean_over}{late})"
             )
         return parts

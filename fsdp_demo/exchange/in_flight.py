@@ -103,6 +103,12 @@ class InFlightQueue:
         self.last.update(dict.fromkeys(outgoing, step + 1))
         self.sender.send(flight, fields)
 
+    def note_check(self, channels: Sequence[ChannelRunner], step: int) -> None:
+        """Note that the islands have decided at `step` that these channels do not exchange: as a
+        message that was applied, it tells states before it from those behind it.
+        """
+        self.applied |= {c.channel.name: step for c in channels}
+
     # ---- what is under way ---------------------------------------------------------------------
 
     def under_way(self, channel: ChannelRunner) -> list[ChannelPayload]:

@@ -159,7 +159,7 @@ def warn_of_no_finish(runtime: StepRuntime) -> None:
 
 
 def next_due(channels: Sequence[ChannelRunner], step: int) -> int:
-    """The first step from `step` on in which one of the channels sends."""
+    """The first step from `step` on in which one of the channels sends, or may (`on_change`)."""
     cycle = math.lcm(*(c.channel.schedule.sync_every for c in channels))
     return next(
         s for s in range(step, step + cycle + 1) if any(c.channel.schedule.due(s) for c in channels)
@@ -167,13 +167,15 @@ def next_due(channels: Sequence[ChannelRunner], step: int) -> int:
 
 
 def coming(runtime: StepRuntime) -> tuple[int, list[ChannelRunner]]:
-    """The step, from 0, of the next payload, and its channels; none if it holds gradients."""
+    """The step, from 0, of the next payload, and its channels; none if it holds gradients, or may
+    not be sent.
+    """
     channels, begin = [*runtime.channels, *runtime.buffers], runtime.step
     if runtime.backup is not None:  # this island is late for the one before
         begin = max(begin, runtime.backup.rounds.passed + 1)
     step = next_due(channels, begin)
     due = [c for c in channels if c.channel.schedule.due(step)]
-    if any(c.channel.before_step for c in due):
+    if any(c.channel.before_step or not c.channel.schedule.pure for c in due):
         return step, []
     return step, [c for c in due if not c.channel.after] or due
 

@@ -330,6 +330,11 @@ class LocalStatus:
         return self._alone and self._sent and not self._together
 
     @property
+    def asks_to_stop(self) -> bool:
+        """Whether the messages of this step ask all islands to stop."""
+        return self._sent and not self.goes
+
+    @property
     def told(self) -> bool:
         """Whether this rank was asked to stop soon, not with the others however long that takes."""
         return self._wanted and not self._together
@@ -344,7 +349,7 @@ class LocalStatus:
             by_tokens: the weight is the island's tokens since the last exchange of these channels.
                 A collective inside the island then.
         """
-        stop = 0 if self.goes else STOP * self._sent | LEAVING * (self._sent and self.told)
+        stop = STOP | LEAVING * self.told if self.asks_to_stop else 0
         weight, flags = 1.0, stop | SKIPPED * self.skipping
         if by_tokens:
             weight, tokens = self.weight(names, island)

@@ -22,8 +22,9 @@ from ..config.schema import ExchangeConfig
 from ..hosts.base import exchangeable
 from ..hosts.lowrank import moment_shape
 from ..hosts.optimizers import inner_class, materialise
-from ..peers.header import Meter
+from ..peers.header import HEADER, Meter
 from .message import MessageLayout, kept_vector
+from .on_change import CHECK
 
 
 class Plan:
@@ -33,15 +34,26 @@ class Plan:
         sections: of the channels, in the order of the configuration.
         size: number of replicas.
         rank: which of them this is (parts of a reduce may differ by an element).
+        sparing: where the islands decide, they exchange only if they must (`seldom`); else in each
+            check.
     """
 
-    def __init__(self, sections: Sequence[ChannelCodec], size: int, rank: int = 0):
+    def __init__(
+        self, sections: Sequence[ChannelCodec], size: int, rank: int = 0, sparing: bool = False
+    ):
         self.sections, self.size, self.rank = list(sections), size, rank
+        self.sparing = sparing
+
+    def seldom(self) -> Plan:
+        """The plan with the fewest exchanges; this one where schedules are pure."""
+        return Plan(self.sections, self.size, self.rank, sparing=True)
 
     @property
     def cycle(self) -> int:
         """Steps after which the pattern of exchanges repeats."""
-        return math.lcm(*(s.channel.schedule.sync_every for s in self.sections))
+        schedules = [s.channel.schedule for s in self.sections]
+        sure = [t.longest for t in schedules if self.sparing and t.longest]
+        return math.lcm(*(t.sync_every for t in schedules), *sure)
 
     def due(self, step: int) -> list[tuple[int, ...]]:
         """The messages of a step, each as the numbers of its sections: gradients, then what follows
@@ -49,7 +61,8 @@ class Plan:
         """
         stages: list[list[int]] = [[], [], []]
         for i, section in enumerate(self.sections):
-            if section.channel.schedule.due(step):
+            schedule = section.channel.schedule
+            if schedule.surely(step) if self.sparing else schedule.due(step):
                 stages[_stage(section.channel)].append(i)
         return [tuple(members) for members in stages if members]
 
@@ -58,7 +71,20 @@ class Plan:
         total = Meter()
         for members in self.due(step):
             total.add(self._counts(members))
+        if self.checks(step):
+            total.add(self.check())
         return total
+
+    def checks(self, step: int) -> bool:
+        """Whether the islands decide at `step` whether to exchange."""
+        schedules = [s.channel.schedule for s in self.sections]
+        return self.size > 1 and any(t.due(step) and not t.pure for t in schedules)
+
+    def check(self) -> Meter:
+        """Counts of such a decision."""
+        meter, size = Meter(), (HEADER.size + CHECK) * (self.size - 1)
+        meter.count(size, size)
+        return meter
 
     def rounds(self, members: Sequence[int]) -> list[tuple[int, int]]:
         """Bytes sent and received in each round of sends of a message of these sections: bodies to
@@ -95,8 +121,11 @@ class Plan:
         if self.cycle <= 10_000:
             found = [(self.over(range(self.cycle, 2 * self.cycle)), self.cycle)]
         else:
-            periods = [s.channel.schedule.sync_every for s in self.sections]
-            found = [(self._counts([i]), period) for i, period in enumerate(periods)]
+            every = [s.channel.schedule for s in self.sections]
+            periods = [t.longest if self.sparing else t.sync_every for t in every]
+            found = [(self._counts([i]), period) for i, period in enumerate(periods) if period]
+            asked = {t.sync_every for t in every if not t.pure} if self.size > 1 else ()
+            found += [(self.check(), period) for period in asked]
         return (
             sum(m.bytes_sent / steps for m, steps in found),
             sum(m.bytes_received / steps for m, steps in found),

@@ -34,6 +34,7 @@ def state(runtime: StepRuntime) -> ExchangeState:
         history=queue.history.note(),
         pace=runtime.pace.state(),
         limit=runtime.drop.chosen,
+        changes=runtime.changes.state() if runtime.changes else {},
         **runtime.status.state(),
     )
 
@@ -80,6 +81,8 @@ def load(runtime: StepRuntime, saved: ExchangeState) -> None:
     runtime.queue.norms.load(saved.norms)
     runtime.queue.history.load(saved.history)
     runtime.pace.load(saved.pace)
+    if runtime.changes:
+        runtime.changes.load(saved.changes)
     runtime.status.load(saved, runtime.host.device)
     runtime.drop.know(saved.limit)
 
@@ -90,6 +93,8 @@ def forget(runtime: StepRuntime) -> None:
     runtime.status.clear()
     runtime.note_drift(None)
     runtime.pace.clear()
+    if runtime.changes:
+        runtime.changes.clear()
     runtime.go_to(runtime.step, begun=-1)
     for c in runtime.channels:
         c.present = [False] * len(c.covered)

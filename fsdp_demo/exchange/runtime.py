@@ -51,6 +51,7 @@ from .backup import BackupIslands
 from .drop import DropCompute
 from .in_flight import InFlightQueue
 from .message import LocalStatus, mean_rate
+from .on_change import ChangeMeter
 from .pace import Pace
 from .projections import Projections
 from .refusals import Copies
@@ -103,6 +104,7 @@ class StepRuntime:
         rewritten: the check for parameters written since an exchange.
         pace: the ticks that this replica leaves out, where islands take unlike steps.
         backup: the exchanges that this island may be late for; None where it is waited for.
+        changes: of the gradients, where channels exchange only after one; else None.
         step: optimizer steps of the job done so far (ticks).
         begun: the step whose gradients are in the accumulators; a step that is cut off and taken
             again does not add them twice.
@@ -160,6 +162,7 @@ class StepRuntime:
         self.config, self.parameters = config, bound.parameters
         self.channels, self.buffers = bound.channels, bound.buffers
         self.pace.work_with(config)
+        self.changes = ChangeMeter(config.channels) if config.checks else None
         self.queue.work_with([*self.channels, *self.buffers], config.norm_limit, self.pace)
         self.before_step = [c for c in self.channels if c.channel.before_step]
         self.backup = BackupIslands(self.queue, config) if config.backup_islands else None
@@ -270,6 +273,9 @@ class StepRuntime:
     @torch.no_grad()
     def _act_on_gradients(self) -> None:
         mine = self.before_step
+        if self.changes and self.begun != self.step and not self.status.skipping:
+            host = self.host
+            self.changes.note(self.island, host.params, host.tensors("gradient"))
         self._look_at_gradients(bool(mine) or self._watches_gradients)
         if self._copies is not None:
             self._copies.look(mine)
@@ -329,7 +335,7 @@ class StepRuntime:
     def _end_tick(self) -> None:
         mine, step = self.after_step, self.step
         try:
-            due = [c for c in mine if c.channel.schedule.due(step)]
+            due = self._decided([c for c in mine if c.channel.schedule.due(step)])
             if due or self.queue.flights:  # else nothing is to be done, and it costs nothing
                 with torch.no_grad():
                     self.exchange(mine, due, step)
@@ -350,6 +356,20 @@ class StepRuntime:
         if asked or self._rates is not None:
             self._let_follow(asked and not self.stopped)
         self._phases.end_of_step()
+
+    def _decided(self, due: list[ChannelRunner]) -> list[ChannelRunner]:
+        """Those of the channels that exchange now: where a schedule is a check, all islands decide
+        by one message. Who asks all to stop needs an exchange, which carries that.
+        """
+        checks = [c for c in due if not c.channel.schedule.pure]
+        if not checks or self.changes is None:
+            return due
+        unsent = self.step + 1 - self.queue.last[checks[0].channel.name]
+        wanted = self.changes.wants(unsent) or self.status.asks_to_stop
+        if self._mean_over_islands(self.island.max(float(wanted))[0]) > 0:
+            return due
+        self.queue.note_check(checks, self.step)
+        return [c for c in due if c not in checks]
 
     @torch.no_grad()
     @collective("skip()")

@@ -129,6 +129,7 @@ class ExchangeState:
         history: as `History.note`; empty where it is not known.
         pace: as `Pace.state`; empty where all islands take all steps.
         limit: `DropCompute.chosen`.
+        changes: as `ChangeMeter.state`; empty where no channel checks.
     """
 
     step: int
@@ -147,6 +148,7 @@ class ExchangeState:
     history: dict[str, Any] = field(default_factory=dict)
     pace: dict[str, Any] = field(default_factory=dict)
     limit: float = 0.0
+    changes: dict[str, Any] = field(default_factory=dict)
 
     def to_tree(self) -> dict[str, Any]:
         """Dicts, lists, numbers and tensors (references): what `Exchange.state_dict` gives."""
@@ -165,6 +167,7 @@ class ExchangeState:
             **({"history": self.history} if self.history else {}),
             **({"pace": self.pace} if self.pace else {}),
             **({"limit": self.limit} if self.limit else {}),
+            **({"changes": self.changes} if self.changes else {}),
         }
 
     @classmethod
@@ -190,4 +193,5 @@ class ExchangeState:
             history=dict(tree.get("history", {})),
             pace=dict(tree.get("pace", {})),
             limit=float(tree.get("limit", 0.0)),
+            changes=dict(tree.get("changes", {})),
         )

@@ -129,6 +129,8 @@ def give(
     queue.follow(stand.step, stand.last, stand.applied, flights)
     queue.history.load(stand.history)
     runtime.pace.load(stand.pace)
+    if runtime.changes:
+        runtime.changes.load(stand.changes)
     queue.watch.loss = queue.watch.loss if stand.loss is None else stand.loss
     queue.norms.load(stand.norms)
     runtime.drop.know(stand.limit)

@@ -64,6 +64,7 @@ class DonorPosition(Struct, frozen=True):
         tokens: of all islands so far, as the donor's island counts them.
         pace: the shares of islands that take unlike steps (`Pace.state`).
         limit: `DropCompute.chosen`.
+        changes: of the donor's gradients (`ChangeMeter.state`); empty where no channel checks.
     """
 
     step: Whole
@@ -79,6 +80,7 @@ class DonorPosition(Struct, frozen=True):
     tokens: Whole = 0
     pace: dict[str, list[tuple[Whole, Whole]]] = {}
     limit: float = 0.0
+    changes: dict[str, list[float]] = {}
 
     @classmethod
     def of(
@@ -111,6 +113,7 @@ class DonorPosition(Struct, frozen=True):
             tokens=tokens,
             pace={k: v for k, v in runtime.pace.state().items() if k in ("shares", "coming")},
             limit=runtime.drop.chosen,
+            changes=runtime.changes.state() if runtime.changes else {},
         )
 
 

@@ -136,6 +136,17 @@ class IslandGroup(Ranks):
             return square.sqrt()
         return math.sqrt(self.sum(float(square))[0])
 
+    def add_shards(self, values: Tensor) -> Tensor:
+        """The sum of a vector (fp64 [n] on the device) over the shards of the island; it is not
+        read where the island's own group reaches the device."""
+        if self.position.num_shards == 1:
+            return values
+        if self._on_device():
+            dist.all_reduce(values, group=self._ranks)
+        else:
+            values = torch.tensor(self.sum(*values.tolist()), dtype=torch.float64, device=CPU)
+        return values / self.position.num_copies
+
     def _square(self, tensors: Sequence[Tensor], repeats: Sequence[int] = ()) -> Tensor:
         """Squared norm of local tensors, by their share of `repeats`: fp32 scalar on the device."""
         norms = torch._foreach_norm(list(tensors), dtype=torch.float32) if tensors else ()

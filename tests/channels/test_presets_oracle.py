@@ -181,6 +181,7 @@ RANDOM = preset("random", topk=512, clip=None)
 STRIDE = preset(
     "stride", **probe.PLAIN_EMBEDDINGS, topk=300, sign=False, beta=0.9, clip=None, transform=True
 )
+SELECTIVE = {"check_every": 2, "delta": 2.5e-3, "window": 3, "at_most": 4}
 STREAM = {"period": 6, "delay": 2, "mix": 0.5, "layers": 2, "value_dtype": "fp32"}
 
 
@@ -198,6 +199,8 @@ CASES = {
     "full": Case(preset("full"), oracle.Full, adamw),
     "local_sgd": Case(preset("local_sgd", period=P, clip=None), oracle.Averaging, sgd,
         {"period": P}),
+    "sel_sync": Case(preset("sel_sync", clip=None, **SELECTIVE), oracle.SelSync, sgd,
+        {"period": 2, "delta": 2.5e-3, "window": 3, "at_most": 4}),
     "local_adam": Case(preset("local_adam", period=P, clip=None), oracle.Averaging, adamw,
         {"period": P, "states": {"exp_avg": P, "exp_avg_sq": P}}),
     "desloc": Case(preset("desloc", embeddings=True, period=P, clip=None), oracle.Averaging, adamw,
@@ -267,12 +270,13 @@ CASES = {
 @dataclass
 class Expected:
     """What an oracle says: per step and replica the parameters; which elements are open because a
-    sign hangs on rounding.
+    sign hangs on rounding; whether all replicas are equal after each step, where a method decides.
     """
 
     params: list[list[dict[str, torch.Tensor]]]
     margin: float
     open: dict[str, torch.Tensor]
+    equal: list[bool] | None = None
 
 
 def start(case_seed: int) -> dict[str, torch.Tensor]:
@@ -287,7 +291,7 @@ def expected(case: Case, replicas: int, shards: int, seed: int, steps: int = STE
         n: (method.smallest[n] < 1e-4) if signed else torch.zeros(p.shape, dtype=torch.bool)
         for n, p in method.theta[0].items()
     }
-    return Expected(history, method.margin, doubtful)
+    return Expected(history, method.margin, doubtful, getattr(method, "exchanged", None))
 
 
 def followed(method, grads) -> list[list[dict[str, torch.Tensor]]]:
@@ -379,7 +383,7 @@ def test_preset_follows_oracle(run_ranks, name, islands):
         every = case.period * (3 if name == "released-average" else 1)
         together = case.config.equal_after_exchange or name == "released-average"
         if together and case.model is PROBE:  # fragments are equal one after the other
-            assert equal == [(t + 1) % every == 0 for t in range(steps)]
+            assert equal == (truth.equal or [(t + 1) % every == 0 for t in range(steps)])
         else:
             assert equal == [False] * steps
 
@@ -393,8 +397,9 @@ def warm_then_cosine(t: int) -> float:
 
 
 ALL_FOUR = (
-    "full", "local_sgd", "local_adam", "desloc", "diloco", "streaming_diloco", "demo", "demo-v2",
-    "demo-adamw", "random", "stride", "consensus", "released", "released-average", "sparse_loco",
+    "full", "local_sgd", "sel_sync", "local_adam", "desloc", "diloco", "streaming_diloco",
+    "demo", "demo-v2", "demo-adamw", "random", "stride", "consensus", "released",
+    "released-average", "sparse_loco",
 )  # fmt: skip
 SEEDS = {"demo": 1, "demo-adamw": 1, "consensus": 1, "sparse_loco": 1}
 CLIPS = {"demo-v2": 0.5, "stride": 5.0}  # of means of which little is sent at a step

@@ -280,7 +280,9 @@ def test_config_set_texts_wrong_type(name: str, text: str, parts: list[str]) -> 
 def changes_of(name: str) -> st.SearchStrategy[dict[str, Any]]:
     """Changes that are allowed for a preset, as `preset(name, **changes)` takes them."""
     number = st.floats(1e-8, 1e8)
-    delays = {} if name == "streaming_diloco" else {"schedule.delay": st.integers(0, 3)}
+    delays = (
+        {} if name in ("streaming_diloco", "sel_sync") else {"schedule.delay": st.integers(0, 3)}
+    )
     options: dict[str, Any] = {
         **delays,
         "clip": st.none() | number,
@@ -387,7 +389,8 @@ def test_config_digest_holds_every_field(name: str) -> None:
     words += "clip_scope after offload_outer_state transform_precision nesterov local_delta mix "
     words += "accumulator offset sync_every momentum keep_steps own_share own_step dampening "
     words += "fragments local_steps backup_islands inner_rank "
-    words += "weight" if any(c.later for c in config.channels) else ""
+    words += "weight when " if any(c.later for c in config.channels) else "when "
+    words += "delay at_most" if config.checks else ""
     assert unmoved <= set(words.split())
 
 
@@ -516,7 +519,7 @@ def test_preset_published_rates() -> None:
     `sign_loco` and `sign_muloco` have none.
     """
     assert {n: preset(n).lr for n in PRESETS if preset(n).lr != 4e-4} == dict(
-        full=None, local_sgd=None, muloco=0.0224, sign_loco=8e-3, sign_muloco=4.5e-2
+        full=None, local_sgd=None, sel_sync=None, muloco=0.0224, sign_loco=8e-3, sign_muloco=4.5e-2
     )
     assert preset("demo", inner_optimizer="adamw").lr == 1e-3
     outer = preset("diloco").channels[0].applier

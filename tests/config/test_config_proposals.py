@@ -37,7 +37,9 @@ def test_config_proposal_right_key_first(name: str, key: str, right: str) -> Non
 
 def test_config_proposal_keys_of_section() -> None:
     """The error of a wrong key in a section lists the keys of that section only."""
-    text = refused(lambda: preset("diloco", **{"schedule.sync_evry": 3}), "(known: schedule.delay")
+    text = refused(
+        lambda: preset("diloco", **{"schedule.sync_evry": 3}), "(known: schedule.at_most"
+    )
     assert "codec." not in text and "clip" not in text
 
 

@@ -25,6 +25,7 @@ from .test_survivors import Small, loss, optimizer_for
 
 CASES = {"full": preset("full"), "diloco": preset("diloco", period=3, momentum_warmup=0)}
 # most have switched, at step 5 of `must_match`'s 50, when the third comes
+CASES["sel_sync"] = preset("sel_sync", check_every=2, window=2, delta=0.05, at_most=8)
 CASES["switch"] = preset("sign_loco", period=3, switch=0.1, **{"schedule.delay": 1})
 
 MORE = 12
@@ -63,17 +64,21 @@ def grown(me: Any, case: str, late: int, full: tuple[int, ...], moment: str = ""
     exchange.finish()
     values = [p.detach().clone() for p in model.parameters()]
     parts = topology.starters, topology.islands, topology.count
-    return first, slots, exchange.digests_equal(), exchange.step, values, parts, exchange.newcomer
+    told = exchange.step, values, parts, exchange.newcomer, exchange.timeline()
+    return first, slots, exchange.digests_equal(), *told
 
 
 def agree(found: list[Any]) -> None:
     assert all(f[2] for f in found) and len({f[3] for f in found}) == 1
     for f in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(f[4], found[0][4], strict=True))
+    since = max(f[0] for f in found)
+    steps = [[sent.step for sent in f[7] if sent.step >= since] for f in found]
+    assert steps[0] and all(own == steps[0] for own in steps)
 
 
 @pytest.mark.parametrize(
-    ("case", "procs"), [("full", 1), ("diloco", 1), ("full", 2), ("switch", 1)]
+    ("case", "procs"), [("full", 1), ("diloco", 1), ("full", 2), ("switch", 1), ("sel_sync", 1)]
 )
 def test_elastic_third_island_joins(run_ranks, case: str, procs: int) -> None:
     """A run begins with two of three islands, and the third joins it."""

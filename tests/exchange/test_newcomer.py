@@ -148,6 +148,7 @@ CASES = {
     "local_sgd": preset("local_sgd", period=4),
     "local_sgd-late": preset("local_sgd", period=4, **{"schedule.delay": 2, "applier.mix": 0.25}),
     "local_sgd-queue": preset("local_sgd", period=2, **{"schedule.delay": 5}),
+    "sel_sync": preset("sel_sync", check_every=2, window=2, delta=0.3, at_most=6),
     "local_adam": preset("local_adam", period=3),
     "desloc": preset("desloc", period=2, **{"exp_avg.schedule.delay": 1}),
     "desloc-rank": preset("desloc", rank=4, period=2, states={"exp_avg": 1, "exp_avg_sq": 2}),
@@ -188,6 +189,7 @@ def compare(config: Any, now: dict[str, Any], then: dict[str, Any]) -> None:
     pairs = list(zip(now["states"], then["states"], strict=True))
     for c in config.channels:
         exact = c.schedule.due(now["step"] - 1) and not c.schedule.delay
+        exact &= c.schedule.pure or now["clocks"][1][c.name] == now["step"]  # sent in this one
         if c.source == "parameter" and exact and not c.applier.mix:
             equal.append("parameters")
         if c.state_name:

@@ -43,6 +43,7 @@ STEPS = 13
 CASES: dict[str, ExchangeConfig] = {
     "full": preset("full"),
     "local_sgd": preset("local_sgd", period=2),
+    "sel_sync": preset("sel_sync", check_every=2, at_most=4),  # never known in so short a run
     "local_adam": preset("local_adam", period=3),
     "desloc": preset("desloc", embeddings=True, period=2, states={"exp_avg": 2, "exp_avg_sq": 3}),
     "desloc, rank": preset("desloc", rank=16, period=2, states={"exp_avg": 2, "exp_avg_sq": 3}),

@@ -30,6 +30,7 @@ CASES = {
     "diloco, int4": preset("diloco", period=3, momentum_warmup=0, value_dtype="int4"),
     "diloco, tokens": preset("diloco", period=3, momentum_warmup=0, **{"reducer.weight": "tokens"}),
     "streaming_diloco": preset("streaming_diloco", period=6, delay=3, layers=1),
+    "sel_sync": preset("sel_sync", check_every=2, window=2, delta=1.0, at_most=4),
     "desloc": preset("desloc", period=2),
     "decoupled_momentum": preset("decoupled_momentum", period=3),
     "decoupled_momentum, late": preset("decoupled_momentum", period=2, **{"schedule.delay": 3}),

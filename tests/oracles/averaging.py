@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +105,72 @@ class Averaging(Replicas):
         """The tensors of one state of replica r's optimizer, by the parameter's name."""
         states = {n: self.inner[r].state[p] for n, p in self.theta[r].items()}
         return {n: s[name] for n, s in states.items() if isinstance(s.get(name), torch.Tensor)}
+
+
+class Smoothed:
+    """The release's average over a window: 0 until the window is full; then the newest value weighs
+    0.99, the one before it 0.99 ** 2, and so on.
+    """
+
+    def __init__(self, size: int):
+        self.size, self.values = size, list[float]()
+
+    def add(self, value: float) -> float:
+        self.values.append(value)
+        if len(self.values) < self.size:
+            return 0.0
+        total = weight = 0.0
+        for age, old in enumerate(reversed(self.values), start=1):
+            total, weight = total + 0.99**age * old, weight + 0.99**age
+        self.values.pop(0)
+        return total / weight
+
+
+class SelSyncMeter:
+    """The released rule on the norms of one replica's gradients. `change` after a step: d; NaN or
+    infinite as long as a division by a norm of 0, from the time before the first window was full,
+    is among the changes.
+    """
+
+    def __init__(self, window: int):
+        self.window, self.step, self.before = window, 0, 1.0
+        self.norm, self.changes, self.change = Smoothed(window), Smoothed(window), math.nan
+
+    def hear(self, norms: Sequence[float]) -> None:
+        self.step += 1
+        now = self.norm.add(sum(norms))
+        far = abs(now - self.before)
+        change = far / self.before if self.before else math.inf if far else math.nan
+        self.change, self.before = self.changes.add(change), now
+
+    @property
+    def known(self) -> bool:
+        return self.step >= 2 * self.window
+
+
+class SelSync(Averaging):
+    """Every `period` steps the replicas average if the change of any has reached `delta` since they
+    last asked, or is not known yet, or `at_most` steps are over. `exchanged`: of each step.
+    """
+
+    def __init__(self, *args: Any, delta: float, window: int, at_most: int, **kw: Any):
+        super().__init__(*args, **kw)
+        self.delta, self.at_most, self.last = delta, at_most, -1
+        self.meters = [SelSyncMeter(window) for _ in range(self.R)]
+        self.changed, self.exchanged = False, list[bool]()
+
+    def step(self, grads: list[Gradients]) -> None:
+        for meter, own in zip(self.meters, grads, strict=True):
+            meter.hear([float(g.double().norm()) for g in own.values() if g is not None])
+            self.changed |= not meter.known or meter.change >= self.delta
+        check = due(self.t, self.period)
+        now = check and (self.changed or self.t - self.last >= self.at_most)
+        every, self.period = self.period, 1 if now else 1 << 30
+        self.exchanged.append(now)
+        self.last = self.t if now else self.last
+        self.changed = self.changed and not check
+        super().step(grads)
+        self.period = every
 
 
 def fresh(optimizer: torch.optim.Optimizer) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .averaging import Averaging
+from .averaging import Averaging, SelSync
 from .dense import mean_of
 from .eager import Eager
 from .lowrank import LowRank
@@ -25,8 +25,8 @@ from .streaming import MuLoCo, Streaming, fragments
 
 __all__ = [
     "Averaging", "Coding", "DecoupledMomentum", "Demo", "DiLoCo", "Eager", "Full", "Gradients",
-    "Inner", "LowRank", "MuLoCo", "Replicas", "Shard", "Sparse", "SparseLoCo", "Streaming",
-    "Tensors", "due", "fragments", "mean",
+    "Inner", "LowRank", "MuLoCo", "Replicas", "SelSync", "Shard", "Sparse", "SparseLoCo",
+    "Streaming", "Tensors", "due", "fragments", "mean",
 ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..schema import ExchangeConfig
-from .averages import desloc, full, local_adam, local_sgd
+from .averages import desloc, full, local_adam, local_sgd, sel_sync
 from .demo import demo, random, stride
 from .diloco import diloco, muloco, sign_muloco, streaming_diloco
 from .sparse import decoupled_momentum, sign_loco, sparse_loco
@@ -30,6 +30,7 @@ UNPUBLISHED = {"full": "baseline", "sign_loco": "ours", "sign_muloco": "ours"}
 _PRESETS: tuple[Callable[..., ExchangeConfig], ...] = (
     full,
     local_sgd,
+    sel_sync,
     local_adam,
     desloc,
     diloco,

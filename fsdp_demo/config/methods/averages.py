@@ -34,6 +34,29 @@ def local_sgd(period: int = 16, value_dtype: str = "fp32") -> ExchangeConfig:
     )
 
 
+def sel_sync(
+    check_every: int = 8,
+    delta: float = 0.3,
+    window: int = 25,
+    at_most: int = 256,
+    value_dtype: str = "fp32",
+) -> ExchangeConfig:
+    """SelSync (Tyagi, Swany, arXiv 2307.07950): parameters are averaged where the gradient of any
+    island has changed: the sum of the norms of its tensors, smoothed over `window` steps, by
+    `delta`, smoothed likewise; and as long as that is not known.
+
+    Any inner optimizer; its state stays local. Published: a check in every step, delta 0.3, window
+    25, no bound. Ours: a check costs a round trip, so it comes every `check_every` steps, for the
+    largest change since the last; after `at_most` steps it averages in any case; the mean is taken
+    after the step, and norms before clipping.
+    """
+    schedule = SyncSchedule(
+        check_every, when="on_change", delta=delta, window=window, at_most=at_most
+    )
+    channel = averaged("parameter", "parameter", check_every, value_dtype)
+    return ExchangeConfig("sel_sync", (replace(channel, schedule=schedule),), clip=1.0)
+
+
 def local_adam(period: int = 256, value_dtype: str = "fp32") -> ExchangeConfig:
     """Local Adam (the baseline of DES-LOC, arXiv 2505.22549): parameters and both moments are
     averaged every `period` steps.

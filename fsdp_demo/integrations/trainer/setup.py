@@ -229,7 +229,7 @@ def check_best(exchange: Exchange, args: Any, steps: range) -> None:
     """
     for channel in (c.channel for c in exchange.channels if c.channel.writes_parameters):
         schedule = channel.schedule
-        equal = channel.equal_after_exchange and not schedule.delay
+        equal = channel.equal_after_exchange and schedule.pure and not schedule.delay
         equal &= not exchange.config.backup_islands  # a late island keeps what it has trained
         wrong = [s for s in steps if not (equal and schedule.due(s - 1))]
         if wrong:

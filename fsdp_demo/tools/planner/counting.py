@@ -73,19 +73,26 @@ def cycle(
     islands: int,
     shards: int = 1,
     bytes_per_parameter: float | None = None,
+    sparing: bool = False,
 ) -> Cycle:
     """The messages of one cycle of a configuration.
 
     Args:
         bytes_per_parameter: what is exchanged takes so many bytes per value, moves as in a ring
             all-reduce (2 (R - 1) / R times its size) and has no header; None: as it is sent.
+        sparing: as in `Plan`.
     """
     plans = list(_plans(config, tensors, islands, shards))
+    plans = [(plan.seldom(), times) for plan, times in plans] if sparing else plans
     steps, made = min(plans[0][0].cycle, LONGEST), dict[tuple[int, ...], PlannedMessage]()
     # the end of the second cycle: all fragments take part, and periods end together
     first = 2 * plans[0][0].cycle - steps
     due: dict[int, list[PlannedMessage]] = {}
     for step in range(steps):
+        if plans[0][0].checks(first + step):
+            bytes_each = plans[0][0].check().bytes_sent * shards
+            asked = PlannedMessage(((bytes_each, bytes_each),), 0, 0, 0, 0, ())
+            due.setdefault(step, []).append(asked)
         for members in plans[0][0].due(first + step):
             if members not in made:
                 made[members] = _message(plans, members, tensors, islands, bytes_per_parameter)

@@ -37,7 +37,9 @@ class Row:
         config: the configuration; None for HSDP.
         chosen: whether the planner has set period, code and delay.
         bytes_per_exchange: bytes that one island sends in the step in which it sends the most.
-        bytes_per_step: bytes that one island sends per step on average.
+        bytes_per_step: bytes that one island sends per step on average; where the islands decide
+            when to exchange, in each check, as all that follows from it.
+        least_bytes_per_step: the same if no gradient changes; `bytes_per_step` elsewhere.
         peak_gbit_s: rate that lets the largest exchange end before training waits for it, where it
             has a delay, and within one step where it has none.
         mean_gbit_s: average rate over the compute alone.
@@ -57,6 +59,7 @@ class Row:
     chosen: bool
     bytes_per_exchange: float
     bytes_per_step: float
+    least_bytes_per_step: float
     peak_gbit_s: float
     mean_gbit_s: float
     line_use: float
@@ -88,7 +91,7 @@ def plan_row(situation: Situation, config: ExchangeConfig, chosen: bool = False)
     s, found = situation, _counted(situation, config)
     sent = found.due.values()
     largest = max((sum(m.bytes_out for m in messages) for messages in sent), default=0.0)
-    mean = sum(m.bytes_out for messages in sent for m in messages) / found.steps
+    mean = _mean(found)
     ways = [
         8e-9
         * s.crossing
@@ -98,6 +101,7 @@ def plan_row(situation: Situation, config: ExchangeConfig, chosen: bool = False)
         for m in messages
     ]
     device, host = _memory(s, config)
+    least = mean if not config.checks else _mean(_counted(s, config, sparing=True))
     expected, none = expected_gap(config, s.parameters, s.islands)
     return _row(
         s,
@@ -107,6 +111,7 @@ def plan_row(situation: Situation, config: ExchangeConfig, chosen: bool = False)
         chosen=chosen,
         bytes_per_exchange=largest,
         bytes_per_step=mean,
+        least_bytes_per_step=least,
         peak_gbit_s=max(ways, default=0.0),
         device_bytes=device,
         host_bytes=host,
@@ -155,6 +160,7 @@ def hsdp_row(situation: Situation) -> Row:
         chosen=False,
         bytes_per_exchange=size,
         bytes_per_step=size,
+        least_bytes_per_step=size,
         peak_gbit_s=8e-9 * size / s.tick_seconds(None),
         device_bytes=share,
         host_bytes=0.0,
@@ -277,8 +283,13 @@ def _ring(s: Situation) -> Timed:
     return Timed(seconds, releases=early)
 
 
-def _counted(s: Situation, config: ExchangeConfig) -> Cycle:
-    return _cycle(config, _key(s), s.islands, s.shards, s.system.bytes_per_parameter)
+def _mean(found: Cycle) -> float:
+    """Bytes out of an island per step."""
+    return sum(m.bytes_out for sent in found.due.values() for m in sent) / found.steps
+
+
+def _counted(s: Situation, config: ExchangeConfig, sparing: bool = False) -> Cycle:
+    return _cycle(config, _key(s), s.islands, s.shards, s.system.bytes_per_parameter, sparing)
 
 
 def _key(s: Situation) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -307,8 +318,8 @@ def _shares(s: Situation, config: ExchangeConfig) -> str:
 def settings(config: ExchangeConfig) -> str:
     """Period, code, selection and delay of a preset's channels in a few words."""
     first, delay = config.channels[0], max(c.schedule.delay for c in config.channels)
-    periods = sorted({c.schedule.sync_every for c in config.channels})
-    words = [f"every {'/'.join(map(str, periods))}", first.codec.value_dtype]
+    periods = {c.schedule.sync_every: c.schedule.words for c in config.channels}
+    words = [f"every {'/'.join(periods[n] for n in sorted(periods))}", first.codec.value_dtype]
     words += [f"{first.codec.topk} of {BLOCK}"] if first.codec.sparse else []
     words += ["fragments"] if first.fragments is not None else []
     words += [f"delay {delay}"] if delay else []

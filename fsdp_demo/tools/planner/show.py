@@ -152,6 +152,12 @@ def notes(rows: Sequence[Row]) -> str:
     gaps = [(r.name, r.expected_gap) for r in rows if r.expected_gap is not None]
     if told := dict.fromkeys(f"{name} {gap['period']}" for name, gap in gaps if gap["period"]):
         lines.append(f"* measured at other periods: {', '.join(told)}")
+    lines += [
+        f"* {r.name} ({r.settings}): counted with an exchange in each check; with the fewest "
+        f"{size(r.least_bytes_per_step)}/step"
+        for r in rows
+        if r.least_bytes_per_step < r.bytes_per_step
+    ]
     none = {r.name: r.no_gap for r in rows if r.expected_gap is None}
     return wrapped("\n".join([*lines, *(f"* {name}: {why}" for name, why in none.items())]))
 
