@@ -133,6 +133,11 @@ class ExchangeConfig:
                 "drop.limit='auto' compares islands at steps that all take, and under "
                 "local_steps='by_speed' they do not: give it in seconds, or use one of the two"
             )
+        if self.by_speed and self.backup_islands:
+            raise ValueError(
+                f"backup_islands={self.backup_islands} beside local_steps='by_speed': no island is "
+                "late there, and one that leaves out steps does not come to each; use one of the two"
+            )
         how = (self.clips_together, self.norm_limit, self.late_rounds)
         if self.backup_islands and (problem := rules.backup_problem(self.channels, *how)):
             raise ValueError(f"backup_islands={self.backup_islands}: {problem}")

@@ -406,6 +406,7 @@ WRONG = {
         {"drop": {"limit": "auto", "divisor": "exact"}},
         "drop.limit='auto' compares islands",
     ),
+    "diloco-backup": ({"backup_islands": 1}, "backup_islands=1 beside local_steps='by_speed'"),
     "auto": ({}, "it chooses the method and its settings"),
 }
 
