@@ -135,8 +135,8 @@ class ExchangeConfig:
             )
         if self.by_speed and self.backup_islands:
             raise ValueError(
-                f"backup_islands={self.backup_islands} beside local_steps='by_speed': no island is "
-                "late there, and one that leaves out steps does not come to each; use one of the two"
+                f"backup_islands={self.backup_islands} beside local_steps='by_speed': no island "
+                "is late there, and who leaves out steps does not come to each; use one of the two"
             )
         how = (self.clips_together, self.norm_limit, self.late_rounds)
         if self.backup_islands and (problem := rules.backup_problem(self.channels, *how)):

@@ -94,10 +94,11 @@ class Pace:
         if not found:
             return 0.0
         self._seconds = found[-LEAST + 1 :]  # the next ones belong to the next exchange
-        began = time.perf_counter()
-        if device.type not in ("cpu", "meta"):  # the host runs ahead of it
+        began = ended = time.perf_counter()
+        if device.type not in ("cpu", "meta"):  # the host has run ahead of it
             torch.get_device_module(device).synchronize()
-        return statistics.median(found) + (time.perf_counter() - began) / len(found)
+            ended = time.perf_counter()
+        return statistics.median(found) + (ended - began) / len(found)
 
     # ---- agreed --------------------------------------------------------------------------------
 
