@@ -51,14 +51,12 @@ def check_problem(channels: Sequence[Channel], by_speed: bool) -> str:
     """
     found = {c.schedule: c.name for c in channels if not c.schedule.pure}
     if len(found) > 1:
-        return (
-            f"channels {', '.join(map(repr, found.values()))} have unlike schedules "
-            "when='on_change', and the islands decide once for all: give them the same"
-        )
+        names = ", ".join(map(repr, found.values()))
+        return f"channels {names} have unlike schedules when='on_change': give all the same one"
     if found and by_speed:
         return (
-            "local_steps='by_speed' goes by rounds of one length, found when='on_change', whose "
-            "rounds are not: use local_steps='equal', or a preset with a period, such as diloco"
+            "local_steps='by_speed' goes by rounds of one length, found when='on_change': use "
+            "local_steps='equal', or a preset with a period, such as diloco"
         )
     return ""
 

@@ -146,7 +146,7 @@ def _what_runs(
     """The lines of the record that `announce` logs.
 
     Args:
-        sent: most bytes of one exchange of this island, its mean per step, and the least that is.
+        sent: most bytes of one exchange of this island, and its mean per step.
         whole: values that sparse channels send whole, and all their values.
     """
     config, topology, place = runtime.config, runtime.topology, runtime.island.position
@@ -164,8 +164,8 @@ def _what_runs(
         *config.parts(),
         f"inner {inner}; {clips(config, runtime.host)}",
         f"{_batch(runtime, batch)}{shape}",
-        f"{sent[0]:.0f} B per exchange and island at most, "
-        f"{f'{sent[2]:.0f} to ' if config.checks else ''}{sent[1]:.0f} B per step on average"
+        f"{sent[0]:.0f} B per exchange and island at most, {sent[1]:.0f} B per step "
+        f"{'if each check exchanges' if config.checks else 'on average'}"
         f"{' of the phase that sends most' if len(config.begins) > 1 else ''}",
     ]
     if whole[0]:
@@ -278,9 +278,8 @@ def _batch(runtime: StepRuntime, batch: Sequence[int]) -> str:
 
 
 def _bytes_of_island(runtime: StepRuntime) -> tuple[list[float], list[float]]:
-    """(most bytes of one exchange, mean per step, the least that is) of this island in the phase
-    that sends most, and (values that sparse channels send whole, all their values). A collective
-    inside the island.
+    """(most bytes of one exchange, mean per step) of this island in the phase that sends most, and
+    (values that sparse channels send whole, all their values). A collective inside the island.
     """
     active = [c for c in (*runtime.channels, *runtime.buffers) if c.section is not None]
     topology, plans = runtime.topology, []
@@ -288,13 +287,12 @@ def _bytes_of_island(runtime: StepRuntime) -> tuple[list[float], list[float]]:
         sections = [s for c in active if (s := c.of(step).section) is not None]
         plans.append(Plan(sections, topology.islands, topology.island))
     sparse = [s.layout for s in sections if s.codec.sparse]
-    most, mean, least, whole, of = runtime.island.sum(
+    most, mean, whole, of = runtime.island.sum(
         max(plan.most().bytes_sent for plan in plans),
         max(plan.average()[0] for plan in plans),
-        max(plan.seldom().average()[0] for plan in plans),
         sum(layout.num_dense for layout in sparse),
         sum(
             layout.num_dense + sum(g.r * g.s * g.count for g in layout.groups) for layout in sparse
         ),
     )
-    return [most, mean, least], [whole, of]
+    return [most, mean], [whole, of]
