@@ -105,7 +105,8 @@ class LowRankAdamW(QHAdamW):
         basis = torch.empty(p.shape[1], rank, dtype=p.dtype, device=p.device)
         if not p.is_meta:
             basis.copy_(_first(p.shape[1], rank))
-        found = {"step": torch.zeros((), device="cpu"), PROJECTION: _like(p, basis, False)}
+        count = torch.zeros((), dtype=torch.float32, device="cpu")
+        found = {"step": count, PROJECTION: _like(p, basis, False)}
         found |= {n: _like(p, local.clone(), True) for n in ("exp_avg", "exp_avg_sq")}
         return found | ({"error": torch.zeros_like(p)} if group["error_feedback"] else {})
 
