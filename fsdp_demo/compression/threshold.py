@@ -156,7 +156,7 @@ def encode(
         levels = torch.full((len(layout.pieces),), -1, dtype=torch.int32, device=work.device)
     for g, (begin, middle, end) in spans.items():
         k, rows = g.k(codec.topk), layout.whole(g).of(work).view(-1, EDGE, EDGE)[:, : g.r, : g.s]
-        rows = rows.reshape(g.count, -1)
+        rows = rows.reshape(g.count, -1).contiguous()  # smaller blocks lie apart
         where = []
         for level, p in zip(levels, layout.pieces, strict=True):
             if g.start <= p.start < g.stop:

@@ -16,7 +16,8 @@ from fsdp_demo.compression.selection import magnitudes
 from ..oracles.threshold import passing, reached
 from ..support.sections import whole
 
-SHAPES, KINDS = [(200, 130), (64, 640), (5000,), (70, 70)], ["plain", "transform"] * 2
+SHAPES, KINDS = [(200, 130), (64, 640), (5000,), (70, 70), (5000,)], ["plain", "transform"] * 2
+KINDS.append("plain")  # edge blocks of one size, too
 LAYOUT = Layout(SHAPES, KINDS)
 SPARSE = preset("sparse_loco").channels[0]
 
