@@ -290,8 +290,9 @@ class ExchangeConfig:
     @property
     def needs_gradients(self) -> bool:
         """Whether the exchange reads or changes gradients: it exchanges, clips or watches them."""
-        known = self.clip is not None or self.checks
-        return known or any(c.before_step for c in self.channels)
+        return self.clip is not None or any(
+            c.before_step or not c.schedule.pure for c in self.channels
+        )
 
     @property
     def checks(self) -> bool:
