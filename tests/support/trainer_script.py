@@ -120,8 +120,9 @@ def one_line(preset, *, lr=5e-3, **changes):
     that brings one.
     """
     line = {"callbacks": [ExchangeCallback(preset, **changes)]}
-    if has_own_optimizer(fsdp_demo.preset(preset, **changes)):
-        line["optimizer_cls_and_kwargs"] = exchange_optimizer(preset, lr=lr, **changes)
+    method = {k: v for k, v in changes.items() if k not in ("fresh", "kept_energy", "remote")}
+    if has_own_optimizer(fsdp_demo.preset(preset, **method)):
+        line["optimizer_cls_and_kwargs"] = exchange_optimizer(preset, lr=lr, **method)
     return line
 
 
