@@ -9,6 +9,7 @@ with 7/12 of the period, so that an exchange follows as many tokens; its loss do
 speeds, so only its first `--paced` rounds have the sleep. "Busy" is the share of an island's time
 in which it did not wait for the others, without the first round, whose end tells the speeds. The
 loss is that of held-out bytes, on the common model. The learning rate falls to zero over each run.
+`fsdp-demo plan --mix` predicts the seconds of a tick of the run's clock, also on a rehearsed link.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ def cell(name: str, how: str, texts: list[torch.Tensor], args: argparse.Namespac
         rest = min(rest or 1.0, time.perf_counter() - woke)
         marks[exchange.step] = time.perf_counter(), exchange.metrics()["seconds_waiting"]
     (began, before), (ended, after) = marks[changes["period"]], marks[paced]
+    tick = (ended - began) / (paced - changes["period"])
     share, taken = 1 - (after - before) / (ended - began), float(exchange.steps_taken)
     *busy, mean = exchange.across_islands.mean(
         [3 * share * (i == island) for i in range(3)] + [taken]
@@ -97,6 +99,7 @@ def cell(name: str, how: str, texts: list[torch.Tensor], args: argparse.Namespac
         "seed": args.seed,
         "steps of each": [*exchange.local_steps.values()] or [changes["period"]] * 3,
         "busy": [round(b, 3) for b in busy],
+        "seconds of a tick": round(tick, 4),
         "tokens": round(mean * 3) * args.batch * args.length,
         "loss": round(loss / len(held_out), 4),
     }
