@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -119,13 +118,9 @@ def test_change_meter_check_looks_back() -> None:
 
 
 def test_schedule_says_what_is_pure() -> None:
-    """Each name of a schedule says whether its steps follow from it; `surely` is then `due`."""
+    """Each name of a schedule says whether its steps follow from it."""
     assert {name for name, when in SCHEDULES.items() if when.pure} == {"every"}
-    plain, checks = SyncSchedule(4, offset=1), SyncSchedule(4, when="on_change", at_most=12)
-    steps = range(40)
-    assert [t for t in steps if plain.surely(t)] == [t for t in steps if plain.due(t)]
-    assert [t for t in steps if checks.surely(t)] == [11, 23, 35]
-    assert not any(replace(checks, at_most=0).surely(t) for t in steps)
+    assert SyncSchedule(4).pure and not SyncSchedule(4, when="on_change").pure
 
 
 # ---- one decision -------------------------------------------------------------------------------
@@ -148,8 +143,7 @@ def test_on_change_one_decision(topology: Any) -> None:
     seen = run.exchange.metrics()
     assert seen["bytes_sent"] == 3 * payload + 8 * plan.check().bytes_sent
     assert seen["messages"] == 3 * (plan.message(3).messages - 1) + 8
-    steps = range(32)
-    assert plan.seldom().over(steps).bytes_sent <= seen["bytes_sent"] <= plan.over(steps).bytes_sent
+    assert seen["bytes_sent"] <= plan.over(range(32)).bytes_sent
     apart = run.weight.detach().clone()
     run.exchange.finish()
     assert not torch.equal(apart, run.weight) and run.exchange.digests_equal()
