@@ -178,11 +178,11 @@ def test_on_change_next_payload_is_not_known(topology: Any) -> None:
     """The next step in which a payload may leave is the next check: no part of it goes ahead, and
     the Trainer knows no step whose checkpoint holds the mean.
     """
-    checks = pytest.importorskip("fsdp_demo.integrations.trainer.setup")
+    checks = pytest.importorskip("fsdp_demo.integrations.trainer.evaluation")
     run = Run(topology, config())
     run.train(6, {})
     assert leaving.coming(run.exchange._runtime) == (7, [])
-    refusal(lambda: checks.check_best(run.exchange, None, range(8, 9)), "at_end=False")
+    refusal(lambda: checks.check_best(run.exchange, range(8, 9)), "at_end=False")
     run.train(8, {})
 
 
