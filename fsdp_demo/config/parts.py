@@ -75,7 +75,7 @@ class SyncSchedule:
     @property
     def pure(self) -> bool:
         """Whether each step that is due has an exchange."""
-        return SCHEDULES[self.when].pure
+        return SCHEDULES[self.when]
 
     def round(self, step: int) -> int:
         """Number, from 1, of the exchange that starts at `step` (0 before the first)."""

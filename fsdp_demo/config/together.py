@@ -5,16 +5,15 @@ contradicts itself within a channel, or between two, is in `rules.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 from . import rules
 from .parsing import nearest
 
-if TYPE_CHECKING:
-    from .schema import ExchangeConfig
+Config = Any  # `ExchangeConfig`, whose constructor asks here
 
 
-def problems(c: ExchangeConfig) -> Iterator[str]:
+def problems(c: Config) -> Iterator[str]:
     """Contradictions, each a text with the reason and the cure; behind the first one others may
     follow from it.
     """
@@ -41,7 +40,7 @@ def problems(c: ExchangeConfig) -> Iterator[str]:
         )
 
 
-def _channels(config: ExchangeConfig, names: list[str]) -> Iterator[str]:
+def _channels(config: Config, names: list[str]) -> Iterator[str]:
     if any("." in name for name in names):
         yield (
             f"channel names are {names}: a name may hold no dot, which would end it in "
@@ -68,7 +67,7 @@ def _channels(config: ExchangeConfig, names: list[str]) -> Iterator[str]:
             )
 
 
-def _low_rank(c: ExchangeConfig) -> Iterator[str]:
+def _low_rank(c: Config) -> Iterator[str]:
     inner, rank = c.inner_optimizers, c.inner_rank
     if ("lowrankadamw" in inner) != bool(rank) and not (rank and "as_is" in inner):
         yield (
@@ -88,7 +87,7 @@ def _low_rank(c: ExchangeConfig) -> Iterator[str]:
         )
 
 
-def _by_speed(c: ExchangeConfig) -> Iterator[str]:
+def _by_speed(c: Config) -> Iterator[str]:
     often = next((x for x in c.channels if x.before_step or x.schedule.sync_every < 2), None)
     if often is not None or c.clips_together:
         what = f"channel {often.name!r} exchanges" if often else "clip_scope='islands' asks for"
@@ -110,7 +109,7 @@ def _by_speed(c: ExchangeConfig) -> Iterator[str]:
         )
 
 
-def _backup(c: ExchangeConfig) -> Iterator[str]:
+def _backup(c: Config) -> Iterator[str]:
     """Why no exchange can go on without a late island."""
     if c.by_speed:
         yield (

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import fsdp_demo
-from fsdp_demo import Link, SyncSchedule, preset
-from fsdp_demo.config.names import SCHEDULES
+from fsdp_demo import Link, preset
 from fsdp_demo.exchange import leaving
 from fsdp_demo.exchange.on_change import CHECK, ChangeMeter
 from fsdp_demo.exchange.plan import plan_model
@@ -115,12 +114,6 @@ def test_change_meter_check_looks_back() -> None:
     other.load(kept)
     assert other.state() == kept and not other.wants(0)
     assert other.wants(256) and not other.wants(255)  # at_most
-
-
-def test_schedule_says_what_is_pure() -> None:
-    """Each name of a schedule says whether its steps follow from it."""
-    assert {name for name, when in SCHEDULES.items() if when.pure} == {"every"}
-    assert SyncSchedule(4).pure and not SyncSchedule(4, when="on_change").pure
 
 
 # ---- one decision -------------------------------------------------------------------------------
