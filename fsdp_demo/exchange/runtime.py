@@ -514,6 +514,8 @@ class StepRuntime:
             for name, out in outgoing.items()
         ):  # the last exchange right behind another: only late islands have counted tokens since
             fields = replace(fields, weight=1.0)
+        unlike = bool(self.pace.period)  # the slowest rank's step is the island's
+        took = self.island.max(self.pace.seconds(self.host.device))[0] if unlike else 0.0
         self.queue.launch(
             outgoing,
             self.step,
@@ -523,15 +525,9 @@ class StepRuntime:
                 total=self._total(outgoing),
                 norm=self._norm(outgoing),
                 rate=mean_rate(self.host),
-                seconds=self._own_seconds(),
+                seconds=took,
             ),
         )
-
-    def _own_seconds(self) -> float:
-        """Seconds of a step here, the longest of the island's ranks; 0 where all take all steps."""
-        if not self.pace.period:
-            return 0.0
-        return self.island.max(self.pace.seconds(self.host.device))[0]
 
     def _joined_within(self, outgoing: dict[str, ChannelPayload]) -> bool:
         """Whether this replica joined within the round that is sent: it took fewer steps."""
