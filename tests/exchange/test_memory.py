@@ -74,8 +74,8 @@ def one_step_late(config: ExchangeConfig) -> ExchangeConfig:
     return replace(config, channels=tuple(late))
 
 
-# of the largest of four shards
-LATE = {name: one_step_late(config) for name, config in CASES.items() if name in presets()}
+# of the largest of four shards; what islands decide on is never late
+LATE = {n: one_step_late(c) for n, c in CASES.items() if n in presets() and not c.checks}
 
 
 def constants() -> None:
@@ -184,7 +184,8 @@ def test_memory_reduced_vector_held_once(name: str, smaller: None) -> None:
         sum(4 * n for s in sections if s.channel.schedule.due(step) for n, _ in s.spans)
         for step in range(steps_of(CASES[name]))
     )
-    assert sent <= measured(name, 2).device_workspace <= sent + allowed(TENSORS, SCALE)
+    # a step also frees norms of gradients that nobody has read (sel_sync)
+    assert sent - 64 <= measured(name, 2).device_workspace <= sent + allowed(TENSORS, SCALE)
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -319,7 +320,7 @@ def test_memory_plan_llama_bytes_per_parameter() -> None:
         plans = {n: plan_memory(replace(preset(n), **changes), llama, 4, 8) for n in presets()}
         return {n: round(p.per_parameter(place), 2) for n, p in plans.items()}
 
-    none = dict.fromkeys(("full", "local_sgd", "local_adam", "desloc"), 0.0)
+    none = dict.fromkeys(("full", "local_sgd", "sel_sync", "local_adam", "desloc"), 0.0)
     both = {**none, "diloco": 8.0, "streaming_diloco": 8.0, "sign_loco": 8.0}
     assert planned("device_state") == {
         **both, "demo": 4.0, "random": 4.25, "stride": 4.0, "decoupled_momentum": 8.0,
