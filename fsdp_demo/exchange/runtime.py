@@ -140,7 +140,7 @@ class StepRuntime:
         self.pace = Pace(topology.island)
         self.work_with(config, bound)
         drop = self.drop = DropCompute(config.drop, topology, host, queue)
-        reads = lambda: self.needs_gradients or self._scales  # noqa: E731
+        reads = lambda: self.needs_gradients or drop.factor != 1.0  # noqa: E731
         calls = TickCalls(self.before, self.after, self.skip, reads, lambda: drop.factor)
         self.hooks = host.hooks(calls)
         copies = Copies(host, self.island)
@@ -204,11 +204,6 @@ class StepRuntime:
     def needs_gradients(self) -> bool:
         """Whether gradients are read or changed in a step."""
         return self.config.needs_gradients or self._watches_gradients
-
-    @property
-    def _scales(self) -> bool:
-        """Whether gradients are scaled in this step, since micro-batches were dropped."""
-        return self.config.drop is not None and self.drop.factor != 1.0
 
     @property
     def peers(self) -> PeerGroup | None:
