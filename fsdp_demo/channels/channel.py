@@ -159,7 +159,8 @@ class ChannelRunner(LocalChannel):
         super().load(state, step)
         section = self.section
         if section is not None and len(state.levels) == len(section.layout.pieces):
-            section.levels = torch.tensor(state.levels, dtype=torch.int32).to(section.device)
+            kept = torch.tensor(state.levels, dtype=torch.int32, device=section.device)
+            section.levels = kept
 
     def of(self, step: int) -> ChannelRunner:
         """This channel with the settings of the stage in which a message of `step` was sent."""
