@@ -113,10 +113,10 @@ def run(args: argparse.Namespace) -> int:
 
     _check(args)
     counts = asking.islands(args.islands)
-    if args.mix:
-        _mixed(args)
-        return 0
     chosen = asking.exchanges(args.exchange, args.set)
+    if args.mix:
+        _plans(args, [asking.situation(args)], chosen)
+        return 0
     wanted = asking.targets(args.target_utilisation)
     if not (args.link or wanted):
         raise ValueError("plan needs --link RATE, as in 1Gbit, or --target-utilisation SHARE")
@@ -138,13 +138,6 @@ def run(args: argparse.Namespace) -> int:
         # the rate is what is solved for: one situation for each number of islands
         _solve(args, list({s.islands: s for s in situations}.values()), wanted, chosen)
     return 0
-
-
-def _mixed(args: argparse.Namespace) -> None:
-    """Print the plan of unlike islands."""
-    from ..tools.planner import asking
-
-    _plans(args, [asking.situation(args)], asking.exchanges(args.exchange, args.set))
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -52,27 +52,3 @@ def takes_step(tick: int, steps: int, period: int) -> bool:
 def round_of(channels: Sequence[Channel]) -> int:
     """Ticks of a round: the shortest period of the channels."""
     return min(c.schedule.sync_every for c in channels)
-
-
-def by_speed_problem(channels: Sequence[Channel], clips_together: bool) -> str:
-    """Why islands cannot take unlike steps under these channels; empty where they can.
-
-    Args:
-        clips_together: `ExchangeConfig.clips_together`.
-    """
-    often = next((c for c in channels if c.before_step or c.schedule.sync_every < 2), None)
-    if often is not None or clips_together:
-        what = f"channel {often.name!r} exchanges" if often else "clip_scope='islands' asks for"
-        return (
-            f"local_steps='by_speed' lets islands take unlike steps between two exchanges, and "
-            f"{what} {'them' if often is None else often.source} in every step: take a preset with "
-            "a period, such as diloco, or leave out what is late of a step (DropCompute: "
-            "exchange.time_is_up())"
-        )
-    equal = [c.name for c in channels if c.reducer.weight != "tokens"]
-    if equal:
-        return (
-            "local_steps='by_speed' weighs each island by what it has trained, found "
-            f"reducer.weight='equal' in channel {equal[0]!r}: set reducer.weight=tokens"
-        )
-    return ""

@@ -85,19 +85,12 @@ class Acts:
     whole: bool = False
 
 
-@dataclass(frozen=True)
-class When:
-    """The way in which a schedule finds the steps of its exchanges (`schedule.when`).
+SCHEDULES = {"every": True, "on_change": False}
+"""The way in which a schedule finds the steps of its exchanges (`schedule.when`) -> whether they
+follow from it alone. If not, a step that is due is a check, in which the islands decide: plans give
+a range, and who leaves sends nothing early.
+"""
 
-    Attributes:
-        pure: whether they follow from the schedule alone. If not, a step that is due is a check, in
-            which the islands decide: plans give a range, and who leaves sends nothing early.
-    """
-
-    pure: bool
-
-
-SCHEDULES = {"every": When(pure=True), "on_change": When(pure=False)}
 FORMATS = {
     "fp32": Format(32),
     "bf16": Format(16),

@@ -72,20 +72,10 @@ class SyncSchedule:
         """Whether an exchange starts at `step`, or may (not `pure`); applied at `step + delay`."""
         return step + 1 > self.offset and (step + 1 - self.offset) % self.sync_every == 0
 
-    def surely(self, step: int) -> bool:
-        """Whether an exchange starts at `step` if no gradient ever changes."""
-        period = self.longest
-        return self.due(step) and period > 0 and (step + 1 - self.offset) % period == 0
-
-    @property
-    def longest(self) -> int:
-        """The most steps from one exchange to the next; 0: no number of them."""
-        return self.sync_every if self.pure else self.at_most
-
     @property
     def pure(self) -> bool:
         """Whether each step that is due has an exchange."""
-        return SCHEDULES[self.when].pure
+        return SCHEDULES[self.when]
 
     def round(self, step: int) -> int:
         """Number, from 1, of the exchange that starts at `step` (0 before the first)."""

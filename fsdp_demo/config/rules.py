@@ -6,7 +6,7 @@ why and what to do.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -43,22 +43,6 @@ def _schedule_rules(c: Channel) -> list[tuple[bool, str]]:
             f"schedule.sync_every={s.sync_every} (check_every of sel_sync): make it one, or 0",
         ),
     ]
-
-
-def check_problem(channels: Sequence[Channel], by_speed: bool) -> str:
-    """Why channels that exchange on a decision do not go together, or with islands that take unlike
-    steps; empty where they do.
-    """
-    found = {c.schedule: c.name for c in channels if not c.schedule.pure}
-    if len(found) > 1:
-        names = ", ".join(map(repr, found.values()))
-        return f"channels {names} have unlike schedules when='on_change': give all the same one"
-    if found and by_speed:
-        return (
-            "local_steps='by_speed' goes by rounds of one length, found when='on_change': use "
-            "local_steps='equal', or a preset with a period, such as diloco"
-        )
-    return ""
 
 
 def _codec_rules(c: Channel) -> list[tuple[bool, str]]:
@@ -224,33 +208,6 @@ def order_problems(c: Channel, first: Channel | None) -> list[str]:
     return found
 
 
-def backup_problem(
-    channels: Sequence[Channel], clips_together: bool, norm_limit: float | None, late_rounds: int
-) -> str:
-    """Why no exchange of a configuration can go on without a late island; empty where it can."""
-    for c in channels:
-        a, when = c.applier, c.schedule
-        keeps = a.acts_as == "outer_step" and not a.mix and c.feedback != "put_back"
-        if not keeps or when.sync_every == 1 or when.delay:
-            return (
-                "it is for deltas that act by an outer step on an anchor, every few steps and "
-                "without a delay: elsewhere a late island's work would be lost or count twice, or "
-                f"nobody waits. Channel {c.name!r} has source {c.source!r}, applier.acts_as="
-                f"{a.acts_as!r}, mix={a.mix:g}, feedback={c.feedback!r}, sync_every="
-                f"{when.sync_every}, delay={when.delay}: use a preset such as diloco, or "
-                "backup_islands=0"
-            )
-    if clips_together:
-        return "clip_scope='islands' asks all islands in every step: use clip_scope='replica'"
-    least = 2 * (1 + late_rounds)
-    if norm_limit is not None and norm_limit < least:
-        return (
-            f"norm_limit={norm_limit:g} might leave out the work of {1 + late_rounds} rounds: use "
-            f"norm_limit >= {least}, or null"
-        )
-    return ""
-
-
 def overlap(a: Channel, b: Channel) -> str | None:
     """A pattern of parameter names that both channels surely cover; None: patterns do not tell."""
     for p in a.include:
@@ -259,25 +216,6 @@ def overlap(a: Channel, b: Channel) -> str | None:
             if kept and (fnmatchcase(p, q) or fnmatchcase(q, p)):
                 return p if fnmatchcase(p, q) else q
     return None
-
-
-def rank_problems(inner: Sequence[str], rank: int, channels: Sequence[Channel]) -> Iterator[str]:
-    """Sentences on what contradicts an inner optimizer of low rank."""
-    if ("lowrankadamw" in inner) != bool(rank) and not (rank and "as_is" in inner):
-        yield (
-            f"inner_rank={rank} with inner_optimizers={tuple(inner)}: 'lowrankadamw' needs "
-            "inner_rank > 0 (a quarter of the model's width, say), and no other takes one"
-        )
-    if rank and not any(c.source == "delta" for c in channels):
-        yield (
-            f"inner_rank={rank} without a channel of deltas, from whose anchor projections are "
-            "remade: take diloco or another one with an outer step, or desloc(rank=...)"
-        )
-    if rank and (late := [c.name for c in channels if c.state_name and c.schedule.delay]):
-        yield (
-            f"channels {late} of moments have a delay, and would land in another basis than they "
-            "were sent in (inner_rank): set their schedule.delay to 0"
-        )
 
 
 def conflict(a: Channel, b: Channel) -> str | None:

@@ -11,17 +11,17 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import yaml
 
 from ..errors import counted
-from . import rules
+from . import rules, together
 from .channel import Channel, Phase
-from .local_steps import BY_SPEED, EQUAL, LOCAL_STEPS, by_speed_problem
-from .parsing import build, in_range, nearest, one_of, read_yaml, set_path, typed
+from .local_steps import BY_SPEED, EQUAL, LOCAL_STEPS
+from .parsing import build, in_range, one_of, read_yaml, set_path, typed
 from .parts import BLOCK, Drop
 
 CLIP_SCOPES = ("replica", "islands")
@@ -100,6 +100,7 @@ class ExchangeConfig:
         in_range("seed", self.seed, 0)
         in_range("backup_islands", self.backup_islands, 0)
         in_range("late_rounds", self.late_rounds, 1)
+        in_range("inner_rank", self.inner_rank, 0)
         one_of("clip_scope", self.clip_scope, CLIP_SCOPES)
         one_of("local_steps", self.local_steps, LOCAL_STEPS)
         if self.clip is not None and not self.clip > 0:
@@ -116,60 +117,8 @@ class ExchangeConfig:
                 "inner_optimizers=() names no optimizer: name those the method is defined for, or "
                 "'any'"
             )
-        twice = self.drop is not None and self.drop.divisor == "published"
-        if twice and any(c.reducer.weight == "tokens" for c in self.channels):
-            raise ValueError(
-                "drop.divisor='published' with reducer.weight='tokens' counts what an island drops "
-                "twice, in its gradient and in its weight: take drop.divisor=exact, or weight=equal"
-            )
-        in_range("inner_rank", self.inner_rank, 0)
-        for problem in rules.rank_problems(self.inner_optimizers, self.inner_rank, self.channels):
+        for problem in together.problems(self):
             raise ValueError(problem)
-        self._check_channels([c.name for c in self.channels])
-        if self.by_speed and (problem := by_speed_problem(self.channels, self.clips_together)):
-            raise ValueError(problem)
-        if self.by_speed and self.drop is not None and self.drop.limit == "auto":
-            raise ValueError(
-                "drop.limit='auto' compares islands at steps that all take, and under "
-                "local_steps='by_speed' they do not: give it in seconds, or use one of the two"
-            )
-        if self.by_speed and self.backup_islands:
-            raise ValueError(
-                f"backup_islands={self.backup_islands} beside local_steps='by_speed': no island "
-                "is late there, and who leaves out steps does not come to each; use one of the two"
-            )
-        how = (self.clips_together, self.norm_limit, self.late_rounds)
-        if self.backup_islands and (problem := rules.backup_problem(self.channels, *how)):
-            raise ValueError(f"backup_islands={self.backup_islands}: {problem}")
-        if problem := rules.check_problem(self.channels, self.by_speed):
-            raise ValueError(problem)
-
-    def _check_channels(self, names: Sequence[str]) -> None:
-        if any("." in name for name in names):
-            raise ValueError(
-                f"channel names are {names}: a name may hold no dot, which would end it in "
-                "NAME.codec.value_dtype"
-            )
-        if not names or len(set(names)) != len(names):
-            raise ValueError(f"channels must be at least one, with distinct names; found {names}")
-        for i, c in enumerate(self.channels):
-            if c.after and c.after not in names:
-                known = f"{nearest(c.after, names)} (channels: {', '.join(names)})"
-                raise ValueError(f"channel {c.name!r}: after={c.after!r} is no channel{known}")
-            first = next((o for o in self.channels if o.name == c.after), None)
-            for problem in rules.order_problems(c, first):
-                raise ValueError(f"channel {c.name!r}: {problem}")
-            for other in self.channels[:i]:
-                pattern, reason = rules.overlap(other, c), rules.conflict(other, c)
-                if pattern and reason:
-                    raise ValueError(f"parameters like {pattern!r}: {reason}")
-            if c.schedule.in_flight > self.max_in_flight:
-                raise ValueError(
-                    f"channel {c.name!r}: schedule.delay={c.schedule.delay} with "
-                    f"schedule.sync_every={c.schedule.sync_every} keeps {c.schedule.in_flight} "
-                    f"payloads in flight, allowed are max_in_flight={self.max_in_flight}: shorten "
-                    "the delay or exchange less often"
-                )
 
     def fixed(self, steps: int | None) -> ExchangeConfig:
         """A copy whose phases begin at steps.

@@ -75,11 +75,8 @@ class ChangeMeter:
         if not self._tensors:  # a rank may hold parts of some of them only
             named = [s.name for s in params]
             every = sorted({name for names in island.everyone(named) for name in names})
-            places = [every.index(name) for name in named]
-            self._places, self._tensors = (
-                torch.tensor(places, dtype=torch.int64, device=island.device),
-                len(every),
-            )
+            places, self._tensors = [every.index(name) for name in named], len(every)
+            self._places = torch.tensor(places, dtype=torch.int64, device=island.device)
         squares = torch.zeros(self._tensors, device=island.device, dtype=torch.float64)
         zero = squares.new_zeros(())
         parts = [

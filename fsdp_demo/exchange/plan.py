@@ -34,35 +34,23 @@ class Plan:
         sections: of the channels, in the order of the configuration.
         size: number of replicas.
         rank: which of them this is (parts of a reduce may differ by an element).
-        sparing: where the islands decide, they exchange only if they must (`seldom`); else in each
-            check.
     """
 
-    def __init__(
-        self, sections: Sequence[ChannelCodec], size: int, rank: int = 0, sparing: bool = False
-    ):
+    def __init__(self, sections: Sequence[ChannelCodec], size: int, rank: int = 0):
         self.sections, self.size, self.rank = list(sections), size, rank
-        self.sparing = sparing
-
-    def seldom(self) -> Plan:
-        """The plan with the fewest exchanges; this one where schedules are pure."""
-        return Plan(self.sections, self.size, self.rank, sparing=True)
 
     @property
     def cycle(self) -> int:
         """Steps after which the pattern of exchanges repeats."""
-        schedules = [s.channel.schedule for s in self.sections]
-        sure = [t.longest for t in schedules if self.sparing and t.longest]
-        return math.lcm(*(t.sync_every for t in schedules), *sure)
+        return math.lcm(*(s.channel.schedule.sync_every for s in self.sections))
 
     def due(self, step: int) -> list[tuple[int, ...]]:
         """The messages of a step, each as the numbers of its sections: gradients, then what follows
-        the optimizer's step, then what comes after another channel.
+        the optimizer's step, then what comes after another channel. Each check counts as one.
         """
         stages: list[list[int]] = [[], [], []]
         for i, section in enumerate(self.sections):
-            schedule = section.channel.schedule
-            if schedule.surely(step) if self.sparing else schedule.due(step):
+            if section.channel.schedule.due(step):
                 stages[_stage(section.channel)].append(i)
         return [tuple(members) for members in stages if members]
 
@@ -122,9 +110,8 @@ class Plan:
         if self.cycle <= 10_000:
             found = [(self.over(range(self.cycle, 2 * self.cycle)), self.cycle)]
         else:
-            every = [s.channel.schedule for s in self.sections]
-            periods = [t.longest if self.sparing else t.sync_every for t in every]
-            found = [(self._counts([i]), period) for i, period in enumerate(periods) if period]
+            periods = [s.channel.schedule.sync_every for s in self.sections]
+            found = [(self._counts([i]), period) for i, period in enumerate(periods)]
         return (
             sum(m.bytes_sent / steps for m, steps in found),
             sum(m.bytes_received / steps for m, steps in found),

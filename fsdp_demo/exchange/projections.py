@@ -34,20 +34,16 @@ class Projections:
             c, change = self._before.pop(0)
             if change is not None and c.anchor is not None:
                 change = change.sub_(c.anchor).to(self._host.device)
-            params = [self._host.parameter(i) for i in c.covered]
-            owners = [next((o for o in self._optimizers if _has(o, p)), None) for p in params]
-            both = list(zip(params, owners, strict=True))
-            rooms = [torch.zeros_like(local_part(p)) if o else None for p, o in both]
+            params, owners = [self._host.parameter(i) for i in c.covered], self._owners()
+            rooms = [torch.zeros_like(local_part(p)) if p in owners else None for p in params]
             c.write(change, rooms)
-            for (p, owner), room in zip(both, rooms, strict=True):
-                if owner is not None and room is not None:
-                    owner.remake(p, room)
+            for p, room in zip(params, rooms, strict=True):
+                if room is not None:
+                    owners[p].remake(p, room)
+
+    def _owners(self) -> dict[Tensor, LowRankAdamW]:
+        return {p: o for o in self._optimizers for p, s in o.state.items() if PROJECTION in s}
 
     def tensors(self) -> Iterator[Tensor]:
         """All of them."""
-        states = (s for o in self._optimizers for s in o.state.values() if PROJECTION in s)
-        return (local_part(s[PROJECTION]) for s in states)
-
-
-def _has(optimizer: LowRankAdamW, p: Tensor) -> bool:
-    return PROJECTION in optimizer.state.get(p, {})
+        return (local_part(o.state[p][PROJECTION]) for p, o in self._owners().items())

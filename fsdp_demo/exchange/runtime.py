@@ -140,7 +140,7 @@ class StepRuntime:
         self.pace = Pace(topology.island)
         self.work_with(config, bound)
         drop = self.drop = DropCompute(config.drop, topology, host, queue)
-        reads = lambda: self.needs_gradients or self._scales  # noqa: E731
+        reads = lambda: self.needs_gradients or drop.factor != 1.0  # noqa: E731
         calls = TickCalls(self.before, self.after, self.skip, reads, lambda: drop.factor)
         self.hooks = host.hooks(calls)
         copies = Copies(host, self.island)
@@ -204,11 +204,6 @@ class StepRuntime:
     def needs_gradients(self) -> bool:
         """Whether gradients are read or changed in a step."""
         return self.config.needs_gradients or self._watches_gradients
-
-    @property
-    def _scales(self) -> bool:
-        """Whether gradients are scaled in this step, since micro-batches were dropped."""
-        return self.config.drop is not None and self.drop.factor != 1.0
 
     @property
     def peers(self) -> PeerGroup | None:
@@ -514,6 +509,8 @@ class StepRuntime:
             for name, out in outgoing.items()
         ):  # the last exchange right behind another: only late islands have counted tokens since
             fields = replace(fields, weight=1.0)
+        unlike = bool(self.pace.period)  # the slowest rank's step is the island's
+        took = self.island.max(self.pace.seconds(self.host.device))[0] if unlike else 0.0
         self.queue.launch(
             outgoing,
             self.step,
@@ -523,15 +520,9 @@ class StepRuntime:
                 total=self._total(outgoing),
                 norm=self._norm(outgoing),
                 rate=mean_rate(self.host),
-                seconds=self._own_seconds(),
+                seconds=took,
             ),
         )
-
-    def _own_seconds(self) -> float:
-        """Seconds of a step here, the longest of the island's ranks; 0 where all take all steps."""
-        if not self.pace.period:
-            return 0.0
-        return self.island.max(self.pace.seconds(self.host.device))[0]
 
     def _joined_within(self, outgoing: dict[str, ChannelPayload]) -> bool:
         """Whether this replica joined within the round that is sent: it took fewer steps."""

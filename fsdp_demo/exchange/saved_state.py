@@ -15,6 +15,9 @@ from ..membership.protocol_types import Member, extended
 from ..peers.collectives import ReceivedMessage
 from ..peers.header import Header
 
+OPTIONAL = ("norms", "history", "pace", "limit", "changes")
+"""Fields of `ExchangeState` that are not saved where they say nothing."""
+
 BEGUN = "0" * 16
 """Of a run in which all islands have taken part in everything."""
 
@@ -163,17 +166,14 @@ class ExchangeState:
             "channels": {name: kept.to_tree() for name, kept in self.channels.items()},
             "in_flight": [f.to_tree() for f in self.in_flight],
             **({"counts": self.counts} if self.counts != [self.tokens, 0] else {}),
-            **({"norms": self.norms} if self.norms else {}),
-            **({"history": self.history} if self.history else {}),
-            **({"pace": self.pace} if self.pace else {}),
-            **({"limit": self.limit} if self.limit else {}),
-            **({"changes": self.changes} if self.changes else {}),
+            **{name: kept for name in OPTIONAL if (kept := getattr(self, name))},
         }
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> ExchangeState:
         """The inverse of `to_tree`. Raises ValueError: a channel keeps what no channel knows."""
         (tokens, weighed), (loss, losses) = tree["tokens"], tree["losses"]
+        optional: dict[str, Any] = {name: tree[name] for name in OPTIONAL if name in tree}
         return cls(
             step=int(tree["step"]),
             digest=int(tree["digest"]),
@@ -189,9 +189,5 @@ class ExchangeState:
             counts=list(tree.get("counts", [tokens, 0])),
             loss=loss,
             losses=list(losses),
-            norms=dict(tree.get("norms", {})),
-            history=dict(tree.get("history", {})),
-            pace=dict(tree.get("pace", {})),
-            limit=float(tree.get("limit", 0.0)),
-            changes=dict(tree.get("changes", {})),
+            **optional,
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..config.channel import EMBEDDINGS, matches
 from ..config.parsing import in_range
 from .muon import split
-from .qhadamw import QHAdamW, fresh_moments
+from .qhadamw import QHAdamW
 
 PROJECTION = "projection"
 """The name of a projection in an optimizer's state."""
@@ -91,10 +91,10 @@ class LowRankAdamW(QHAdamW):
         super().__init__(groups, lr, betas, nu, eps, weight_decay)
 
     def fresh(self, group: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
-        """The state of parameter `p` of `group` before its first step."""
+        """As `QHAdamW.fresh`."""
         rank = group["rank"]
         if not (p.ndim == 2 and 0 < rank < p.shape[1]):
-            return fresh_moments(p)
+            return super().fresh(group, p)
         if p.dtype not in (torch.float32, torch.float64) or _owners(p) == "other":
             raise ValueError(
                 f"LowRankAdamW takes matrices in fp32, whole or cut by rows; found one of "

@@ -72,8 +72,12 @@ class QHAdamW(torch.optim.Optimizer):
         return loss
 
     def fresh(self, group: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
-        """The state of parameter `p` of `group` before its first step."""
-        return fresh_moments(p)
+        """The state of parameter `p` of `group` before its first step. The count lies on the host,
+        as AdamW's.
+        """
+        count = torch.zeros((), dtype=torch.float32, device="cpu")
+        names = ("exp_avg", "exp_avg_sq")
+        return {"step": count, **{n: torch.zeros_like(p, requires_grad=False) for n in names}}
 
     def _move(self, p: Tensor, group: dict[str, Any]) -> None:
         state, gradient, lr = self.state[p], p.grad, float(group["lr"])
@@ -86,10 +90,3 @@ class QHAdamW(torch.optim.Optimizer):
         p.mul_(1 - lr * group["weight_decay"])
         scale = v.sqrt().div_((1 - b2**count) ** 0.5).add_(group["eps"])
         p.addcdiv_(torch.lerp(gradient, m / (1 - b1**count), group["nu"]), scale, value=-lr)
-
-
-def fresh_moments(p: Tensor) -> dict[str, Tensor]:
-    """The state of parameter `p` before its first step. The count lies on the host, as AdamW's."""
-    count = torch.zeros((), dtype=torch.float32, device="cpu")
-    names = ("exp_avg", "exp_avg_sq")
-    return {"step": count, **{n: torch.zeros_like(p, requires_grad=False) for n in names}}

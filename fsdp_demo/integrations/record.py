@@ -129,3 +129,22 @@ class TrainingRecord:
         if self._line is not None:
             self._line.close()
             self._line = None
+
+
+def of_trainer(trainer: Any, exchange: Exchange, counted: int) -> TrainingRecord:
+    """The record of a training of transformers' Trainer; `counted` as for `TrainingRecord`."""
+    from transformers.trainer_callback import ProgressCallback
+
+    args, model, handler = trainer.args, trainer.model, trainer.callback_handler
+    # a plain torch module has no config, or one of its own kind
+    name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
+    facts = {
+        "model": Path(name).name if Path(name).is_absolute() else name,
+        "batch_size": args.per_device_train_batch_size,
+        "accumulation": args.gradient_accumulation_steps,
+        "lr": args.learning_rate,
+        "seed": args.seed,
+    } | ({"mesh": True} if exchange.topology.one_world else {})
+    bar = next((c for c in handler.callbacks if isinstance(c, ProgressCallback)), None)
+    how = {"steps": trainer.state.max_steps, "facts": facts, "counted": counted, "bar": bar}
+    return TrainingRecord(exchange, str(args.output_dir), model, **how)

@@ -349,8 +349,8 @@ def test_property_single_replica_sends_nothing(monkeypatch, name) -> None:
     model = Layered(0)
     config = fsdp_demo.preset(name)
     if config.channels[0].schedule.sync_every > 1:
-        changes = {"check_every" if config.checks else "period": 4}
-        changes |= {"delay": 2} if name == "streaming_diloco" else {}
+        period = "check_every" if name == "sel_sync" else "period"
+        changes = {period: 4} | ({"delay": 2} if name == "streaming_diloco" else {})
         config = fsdp_demo.preset(name, **changes)
     optimizer = fsdp_demo.base_optimizer(config, model.named_parameters(), lr=0.01)
     exchange = fsdp_demo.attach(optimizer, config, model=model)

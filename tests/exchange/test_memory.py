@@ -74,12 +74,8 @@ def one_step_late(config: ExchangeConfig) -> ExchangeConfig:
     return replace(config, channels=tuple(late))
 
 
-# of the largest of four shards
-LATE = {
-    name: one_step_late(config)
-    for name, config in CASES.items()
-    if name in presets() and not config.checks  # such a message is never late
-}
+# of the largest of four shards; what islands decide on is never late
+LATE = {n: one_step_late(c) for n, c in CASES.items() if n in presets() and not c.checks}
 
 
 def constants() -> None:
@@ -188,9 +184,8 @@ def test_memory_reduced_vector_held_once(name: str, smaller: None) -> None:
         sum(4 * n for s in sections if s.channel.schedule.due(step) for n, _ in s.spans)
         for step in range(steps_of(CASES[name]))
     )
-    # the norms of a check, a few bytes, are freed meanwhile
-    held = measured(name, 2).device_workspace
-    assert 0.9999 * sent <= held <= sent + allowed(TENSORS, SCALE)
+    # a step also frees norms of gradients that nobody has read (sel_sync)
+    assert sent - 64 <= measured(name, 2).device_workspace <= sent + allowed(TENSORS, SCALE)
 
 
 @pytest.mark.parametrize("name", KEPT)

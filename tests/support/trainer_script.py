@@ -27,7 +27,6 @@ from transformers import (
     set_seed,
 )
 
-import fsdp_demo
 from fsdp_demo import PeerLost
 from fsdp_demo.checkpoint.folders import found, misfits
 from fsdp_demo.integrations.accelerate import allow_fsdp_on_cpu
@@ -119,10 +118,10 @@ def one_line(preset, *, lr=5e-3, **changes):
     """The keywords that an exchange adds to a Trainer: its callback, and the optimizer of a preset
     that brings one.
     """
-    line = {"callbacks": [ExchangeCallback(preset, **changes)]}
-    method = {k: v for k, v in changes.items() if k not in ("fresh", "kept_energy", "remote")}
-    if has_own_optimizer(fsdp_demo.preset(preset, **method)):
-        line["optimizer_cls_and_kwargs"] = exchange_optimizer(preset, lr=lr, **method)
+    callback = ExchangeCallback(preset, **changes)
+    line = {"callbacks": [callback]}
+    if has_own_optimizer(callback.config):
+        line["optimizer_cls_and_kwargs"] = exchange_optimizer(callback.config, lr=lr)
     return line
 
 

@@ -16,7 +16,6 @@ from transformers.trainer_utils import has_length
 from ...config.local_steps import round_of
 from ...exchange.exchange import Exchange
 from ...hosts.torch_params import reshard
-from .setup import check_best
 
 log = logging.getLogger("fsdp_demo")
 
@@ -64,11 +63,8 @@ class Evaluations:
                     f"with a period of {self._within}: set eval_steps to a multiple of it, where "
                     "all islands stand at one step"
                 )
-            check_best(
-                exchange,
-                args,
-                range(max(every, -(-int(self._from) // every) * every), state.max_steps, every),
-            )
+            first = max(every, -(-int(self._from) // every) * every)
+            check_best(exchange, range(first, state.max_steps, every))
         plan = [str(args.eval_strategy), self._every, self._from, bool(args.eval_on_start), names]
         self._together = self._same(plan) if exchange.result_kind == "mean" or self.agreed else True
         self.plan = [plan, self._together]
@@ -157,6 +153,32 @@ class Evaluations:
             output.metrics.update(zip(own, means, strict=True))
         output.metrics[f"{prefix}_outer_parameters"] = float(outer)
         return output
+
+
+def check_best(exchange: Exchange, steps: range) -> None:
+    """Refuse `load_best_model_at_end` where checkpoints do not hold what was evaluated.
+
+    Args:
+        steps: the job's steps (counted from 1) after which the Trainer evaluates.
+
+    Raises:
+        ValueError: at one of these steps replicas hold parameters of their own; says what to set.
+    """
+    for channel in (c.channel for c in exchange.channels if c.channel.writes_parameters):
+        schedule = channel.schedule
+        equal = channel.equal_after_exchange and schedule.pure and not schedule.delay
+        equal &= not exchange.config.backup_islands  # a late island keeps what it has trained
+        wrong = [s for s in steps if not (equal and schedule.due(s - 1))]
+        if wrong:
+            cure = "set load_best_model_at_end=False"
+            if equal and not schedule.offset:
+                period = schedule.sync_every
+                cure = f"make eval_steps and save_steps multiples of its period ({period})"
+            raise ValueError(
+                f"load_best_model_at_end: after step {wrong[0]} a checkpoint holds this island's "
+                "own parameters, evaluation shows the "
+                f"{exchange.result_kind} of channel {channel.name!r}: {cure}"
+            )
 
 
 def _decides(trainer: Trainer) -> bool:

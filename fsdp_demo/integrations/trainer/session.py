@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_callback import ProgressCallback
 
 from ...errors import PeerLost, Stopped, WireError
 from ...exchange.exchange import Exchange
 from ...peers.votes import VotePace
 from ...runlog.record import tracked
 from ..data import tokens_in, warn_of_same_rows
-from ..record import TrainingRecord
+from ..record import TrainingRecord, of_trainer
 from .beginning import Beginning
 from .clock import Clock
 from .engine import before_steps, engine_of
@@ -75,7 +73,7 @@ class Session(TrainerCallback):
         self._record: TrainingRecord | None = None
         counted = int(exchange.totals()["global_tokens"])
         if args.process_index == 0:
-            self._record = _record_of(trainer, exchange, counted)
+            self._record = of_trainer(trainer, exchange, counted)
             after.callback(self._close_record)
         handler = trainer.callback_handler
         # a new list: the old one is being walked
@@ -349,19 +347,3 @@ class Session(TrainerCallback):
         elif "eval_loss" in logs and self._record is not None:
             self._record.evaluated(logs["eval_loss"])
         return original(logs, *args, **kwargs)
-
-
-def _record_of(trainer: Any, exchange: Exchange, counted: int) -> TrainingRecord:
-    args, model, handler = trainer.args, trainer.model, trainer.callback_handler
-    # a plain torch module has no config, or one of its own kind
-    name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
-    facts = {
-        "model": Path(name).name if Path(name).is_absolute() else name,
-        "batch_size": args.per_device_train_batch_size,
-        "accumulation": args.gradient_accumulation_steps,
-        "lr": args.learning_rate,
-        "seed": args.seed,
-    } | ({"mesh": True} if exchange.topology.one_world else {})
-    bar = next((c for c in handler.callbacks if isinstance(c, ProgressCallback)), None)
-    how = {"steps": trainer.state.max_steps, "facts": facts, "counted": counted, "bar": bar}
-    return TrainingRecord(exchange, str(args.output_dir), model, **how)

@@ -22,7 +22,6 @@ from ...config.methods import presets
 from ...config.schema import ExchangeConfig
 from ...errors import see
 from ...exchange import summary
-from ...exchange.exchange import Exchange
 from ...hosts.optimizers import base_optimizer, check_inner, optimizer_kind
 from ...rendezvous.topology import Topology
 from ..mesh import ExchangeParallelismConfig, mesh_topology, refuse_hsdp
@@ -216,32 +215,6 @@ def take_sigterm(trainer: Trainer) -> None:
         handler.callbacks = [c for c in handler.callbacks if c is not jit]  # it is being walked
         signal.signal(signal.SIGTERM, jit.jit_manager._original_sigterm_handler)
         log.info("enable_jit_checkpoint: the exchange takes SIGTERM, saves and ends with 75")
-
-
-def check_best(exchange: Exchange, args: Any, steps: range) -> None:
-    """Refuse `load_best_model_at_end` where checkpoints do not hold what was evaluated.
-
-    Args:
-        steps: the job's steps (counted from 1) after which the Trainer evaluates.
-
-    Raises:
-        ValueError: at one of these steps replicas hold parameters of their own; says what to set.
-    """
-    for channel in (c.channel for c in exchange.channels if c.channel.writes_parameters):
-        schedule = channel.schedule
-        equal = channel.equal_after_exchange and schedule.pure and not schedule.delay
-        equal &= not exchange.config.backup_islands  # a late island keeps what it has trained
-        wrong = [s for s in steps if not (equal and schedule.due(s - 1))]
-        if wrong:
-            cure = "set load_best_model_at_end=False"
-            if equal and not schedule.offset:
-                period = schedule.sync_every
-                cure = f"make eval_steps and save_steps multiples of its period ({period})"
-            raise ValueError(
-                f"load_best_model_at_end: after step {wrong[0]} a checkpoint holds this island's "
-                "own parameters, evaluation shows the "
-                f"{exchange.result_kind} of channel {channel.name!r}: {cure}"
-            )
 
 
 # ---- the inner optimizer of presets that have one of their own, as the Trainer takes it ----------

@@ -296,74 +296,60 @@ def situation(args: argparse.Namespace) -> Situation:
     if args.shards is not None and args.shards < 1:
         raise ValueError(f"--shards {args.shards}: an island has 1 shard or more")
     tensors, model = _model(args)
-    if args.mix:
-        return _of_mix(args, tensors, model)
-    step, shards = _step(args, tensors)
-    tokens = quantity(args.tokens, "--tokens", "number") if args.tokens else None
-    if tokens and not step.tokens:
+    known = (_of_mix if args.mix else _alike)(args, tensors)
+    tokens = _given(args, "tokens", "number")
+    if tokens and not known["tokens_per_step"]:
         raise ValueError(
             "--tokens is the length of the run: give --tokens-per-step, too, the tokens of one "
             "island's step"
         )
-    return Situation(
-        tensors,
-        islands=2,
-        step_seconds=step.seconds,
-        shards=shards,
-        device=args.device,
-        tokens=tokens,
-        tokens_per_step=step.tokens,
-        model=model,
-        step_source=step.source,
-        **_other(args),
-    )
+    return Situation(tensors, tokens=tokens, model=model, **known, **_other(args))
+
+
+def _given(args: argparse.Namespace, name: str, kind: str) -> float | None:
+    """The quantity of an option; None where it is not given."""
+    text = getattr(args, name)
+    return quantity(text, f"--{name.replace('_', '-')}", kind) if text else None
 
 
 def _other(args: argparse.Namespace) -> dict[str, Any]:
     """What a situation has of the arguments about the system, memory and compression."""
-    system, size, work = System(), args.as_simulated, args.compression_time
+    system, size = System(), args.as_simulated
     if size is not None:
         if not 0 <= size <= 8:
             raise ValueError(f"--as-simulated {size:g}: a value takes more than 0 and at most 8")
         system = replace(SIMULATED, bytes_per_parameter=size or None)
     return {
         "system": system,
-        "compression": quantity(work, "--compression-time", "time") if work else None,
-        "memory_bytes": quantity(args.memory, "--memory", "size") if args.memory else None,
+        "compression": _given(args, "compression_time", "time"),
+        "memory_bytes": _given(args, "memory", "size"),
     }
 
 
-def _of_mix(args: argparse.Namespace, tensors: Tensors, model: str) -> Situation:
-    """The situation of unlike islands. Raises ValueError: what `machines` refuses, arguments that
-    say the same for all islands, shards that do not divide the ranks of each.
+def _of_mix(args: argparse.Namespace, tensors: Tensors) -> dict[str, Any]:
+    """What a situation has of unlike islands. Raises ValueError: what `machines` refuses, shards
+    that do not divide the ranks of each.
     """
-    per_step = args.tokens_per_step
-    tokens = quantity(per_step, "--tokens-per-step", "number") if per_step else None
+    measured, tokens = args.mix.endswith(".json"), _given(args, "tokens_per_step", "number")
     found = machines(args.mix, args.rtt, tensors, tokens, args.device)
     shards = args.shards or math.gcd(*(m.ranks for m in found))
-    if not args.mix.endswith(".json") and (odd := [m for m in found if m.ranks % shards]):
+    if not measured and (odd := [m for m in found if m.ranks % shards]):
         raise ValueError(
             f"--shards {shards} does not divide the {odd[0].ranks} ranks of an island: all islands "
             "have as many shards, and a larger one more copies of each (HSDP inside)"
         )
     check_shards(tensors, shards)
-    each = sum(m.tokens for m in found) / len(found)
-    slowest = min(found, key=lambda m: m.link.bits_per_second or math.inf)
-    return Situation(
-        tensors,
-        islands=len(found),
-        link=slowest.link,
-        step_seconds=min(m.step_seconds for m in found),
-        shards=shards,
-        device=min((m.device for m in found), key=lambda d: -device(d).transformed),
-        tokens=quantity(args.tokens, "--tokens", "number") if args.tokens else None,
-        tokens_per_step=None if args.mix.endswith(".json") else each,
-        machines=found,
-        model=model,
-        step_source="of the fastest island; steps of all: "
+    return {
+        "islands": len(found),
+        "machines": found,
+        "link": min((m.link for m in found), key=lambda x: x.bits_per_second or math.inf),
+        "step_seconds": min(m.step_seconds for m in found),
+        "shards": shards,
+        "device": min((m.device for m in found), key=lambda d: -device(d).transformed),
+        "tokens_per_step": tokens if measured else sum(m.tokens for m in found) / len(found),
+        "step_source": "of the fastest island; steps of all: "
         + ", ".join(f"{m.step_seconds:.3g} s" for m in found),
-        **_other(args),
-    )
+    }
 
 
 def _model(args: argparse.Namespace) -> tuple[Tensors, str]:
@@ -383,18 +369,26 @@ def _model(args: argparse.Namespace) -> tuple[Tensors, str]:
     return equal_layers(parameters, layers), f"{layers} equal layers"
 
 
-def _step(args: argparse.Namespace, tensors: Tensors) -> tuple[Step, int]:
-    """The time of a step, and the shards of an island."""
+def _alike(args: argparse.Namespace, tensors: Tensors) -> dict[str, Any]:
+    """What a situation has of two islands that are alike: step, shards and device."""
     if args.step_time and args.step_from:
         raise ValueError("--step-time and --step-from both say how long a step takes: give one")
-    per_step = args.tokens_per_step
-    tokens = quantity(per_step, "--tokens-per-step", "number") if per_step else None
-    shards = args.shards or 1
-    if args.step_time:
-        return Step(quantity(args.step_time, "--step-time", "time"), tokens, "given"), shards
-    if args.step_from:
+    tokens, shards = _given(args, "tokens_per_step", "number"), args.shards or 1
+    if seconds := _given(args, "step_time", "time"):
+        step = Step(seconds, tokens, "given")
+    elif args.step_from:
         step, summary = step_from(args.step_from)
-        return replace(step, tokens=tokens or step.tokens), args.shards or summary.get("procs", 1)
-    if (measured := step_of_doctor(args.link)) is not None:
-        return replace(measured, tokens=tokens), shards
-    return guess(tensors, shards, args.device, tokens), shards
+        step = replace(step, tokens=tokens or step.tokens)
+        shards = args.shards or summary.get("procs", 1)
+    elif (measured := step_of_doctor(args.link)) is not None:
+        step = replace(measured, tokens=tokens)
+    else:
+        step = guess(tensors, shards, args.device, tokens)
+    return {
+        "islands": 2,
+        "step_seconds": step.seconds,
+        "shards": shards,
+        "device": args.device,
+        "tokens_per_step": step.tokens,
+        "step_source": step.source,
+    }

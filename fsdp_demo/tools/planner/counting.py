@@ -73,17 +73,14 @@ def cycle(
     islands: int,
     shards: int = 1,
     bytes_per_parameter: float | None = None,
-    sparing: bool = False,
 ) -> Cycle:
     """The messages of one cycle of a configuration.
 
     Args:
         bytes_per_parameter: what is exchanged takes so many bytes per value, moves as in a ring
             all-reduce (2 (R - 1) / R times its size) and has no header; None: as it is sent.
-        sparing: as in `Plan`.
     """
     plans = list(_plans(config, tensors, islands, shards))
-    plans = [(plan.seldom(), times) for plan, times in plans] if sparing else plans
     steps, made = min(plans[0][0].cycle, LONGEST), dict[tuple[int, ...], PlannedMessage]()
     # the end of the second cycle: all fragments take part, and periods end together
     first = 2 * plans[0][0].cycle - steps

@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from ...config.parts import BLOCK
+from ...config.parts import BLOCK, SyncSchedule
 from ...config.schema import ExchangeConfig
 from ...exchange.plan import inner_state, plan_memory
 from ...net.link import Link
@@ -101,7 +101,6 @@ def plan_row(situation: Situation, config: ExchangeConfig, chosen: bool = False)
         for m in messages
     ]
     device, host = _memory(s, config)
-    least = mean if not config.checks else _mean(_counted(s, config, sparing=True))
     expected, none = expected_gap(config, s.parameters, s.islands)
     return _row(
         s,
@@ -111,7 +110,7 @@ def plan_row(situation: Situation, config: ExchangeConfig, chosen: bool = False)
         chosen=chosen,
         bytes_per_exchange=largest,
         bytes_per_step=mean,
-        least_bytes_per_step=least,
+        least_bytes_per_step=_least(s, config) if config.checks else mean,
         peak_gbit_s=max(ways, default=0.0),
         device_bytes=device,
         host_bytes=host,
@@ -288,8 +287,21 @@ def _mean(found: Cycle) -> float:
     return sum(m.bytes_out for sent in found.due.values() for m in sent) / found.steps
 
 
-def _counted(s: Situation, config: ExchangeConfig, sparing: bool = False) -> Cycle:
-    return _cycle(config, _key(s), s.islands, s.shards, s.system.bytes_per_parameter, sparing)
+def _least(s: Situation, config: ExchangeConfig) -> float:
+    """Bytes out of an island per step if no gradient ever changes: checks, and what is sure."""
+    found = _counted(s, config)
+    checks = sum(m.bytes_out for sent in found.due.values() for m in sent if not m.values)
+    sure = [
+        c if c.schedule.pure else replace(c, schedule=SyncSchedule(c.schedule.at_most))
+        for c in config.channels
+        if c.schedule.pure or c.schedule.at_most
+    ]
+    rest = _mean(_counted(s, replace(config, channels=tuple(sure)))) if sure else 0.0
+    return checks / found.steps + rest
+
+
+def _counted(s: Situation, config: ExchangeConfig) -> Cycle:
+    return _cycle(config, _key(s), s.islands, s.shards, s.system.bytes_per_parameter)
 
 
 def _key(s: Situation) -> tuple[tuple[str, tuple[int, ...]], ...]:

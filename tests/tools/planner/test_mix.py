@@ -108,9 +108,11 @@ def test_mix_of_doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     file.write_text(json.dumps({**whole, "links": links}))
     (row,) = planned(
         capsys, "--mix", str(file), "--device", "cpu", "--exchange", "diloco",
-        "--set", "period=20", "local_steps=by_speed",
+        "--set", "period=20", "local_steps=by_speed", "--tokens", "1M", "--tokens-per-step", "1k",
     )  # fmt: skip
     assert row["link"] == "5Mbit,20ms" and row["settings"].endswith("steps 20/5")
+    ticks = 500 * 40 / 25  # 25 of 40 steps are taken in a round
+    assert row["run_bytes"] == pytest.approx(ticks * row["bytes_per_step"])
     file.write_text(json.dumps({**whole, "links": links[:1]}))
     assert main(["plan", "--model", "tiny", "--mix", str(file)]) == 2
     assert "lacks steps or links of an island" in capsys.readouterr().err
