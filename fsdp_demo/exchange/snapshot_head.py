@@ -243,6 +243,8 @@ def read(runtime: StepRuntime, told: Mapping[str, Any], data: Tensor) -> Snapsho
         for k, v in place(runtime).items()
         if where.get(k) != v
     ]
+    if runtime.config.averages_moments:  # unlike hardware would make unlike bases for them
+        must += may
     fused_path.follow(runtime, head.fused)
     if (mark := fused_path.mark(runtime)) != head.fused:
         must.append(f"fused: {mark or 'none'} here, {head.fused:.20} there")

@@ -392,6 +392,21 @@ def test_newcomer_snapshot_refused_by_name() -> None:
 
 
 @in_ranks(1, 1)
+def test_newcomer_of_unlike_hardware_averages_no_basis() -> None:
+    """An island of another torch joins, but not where moments of low rank are averaged."""
+    for name in ("desloc", "desloc-rank"):
+        config = CASES[name]
+        record, _ = recorded(config, 6)
+        parts, under_way = record.snapshots[4]
+        record.snapshots[4] = into("facts", "torch", value="2.0.0")(list(parts)), under_way
+        if not config.averages_moments:
+            joins(config, record, 4)
+            continue
+        with pytest.raises(ValueError, match="has torch 2.0.0, here it is"):
+            joins(config, record, 4)
+
+
+@in_ranks(1, 1)
 def test_newcomer_ticks_and_messages_refused() -> None:
     """Ticks and messages that do not fit the newcomer are refused."""
     config = preset("demo", inner_optimizer="adamw")

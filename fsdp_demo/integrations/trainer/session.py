@@ -311,6 +311,7 @@ class Session(TrainerCallback):
             both = (float(torch.as_tensor(each).sum()) for each in (items, taken))
             whole, left = exchange.island.sum(*both)
             exchange.drop.ratio = whole / max(left, 1.0)
+        self._taken = self._taken if self._micro else []
         return False
 
     def _weight(self, inputs: Any, items: Any) -> int | torch.Tensor:
