@@ -26,6 +26,7 @@ from study.methods import (
     sign_muloco,
     with_feedback,
 )
+from study.muon_rates import BELOW
 from study.questions import QUESTIONS
 from study.robust import ROBUST, winners
 
@@ -165,6 +166,7 @@ TABLES: dict[str, Table] = {
         },
         seeds=1,
     ),
+    "muon": Table("rates beside Muon, and long rounds in 1 bit", BELOW, seeds=2),
     "questions": Table("questions with a number each", QUESTIONS),
     "precision": Table(
         "does bf16 change the order",
