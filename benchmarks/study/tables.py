@@ -27,6 +27,7 @@ from study.methods import (
     sign_muloco,
     with_feedback,
 )
+from study.muon_rates import BELOW
 from study.questions import QUESTIONS
 from study.robust import ROBUST, winners
 
@@ -166,6 +167,7 @@ TABLES: dict[str, Table] = {
         },
         seeds=1,
     ),
+    "muon": Table("rates beside Muon, and long rounds in 1 bit", BELOW, seeds=2),
     "questions": Table("questions with a number each", QUESTIONS),
     "literature": Table("forms of other papers, at equal bytes", LITERATURE, seeds=2),
     "low_rank": Table("moments of low rank inside", LOW_RANK, seeds=2),

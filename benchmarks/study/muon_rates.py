@@ -1,0 +1,78 @@
+"""The cells of the table `muon`: rates of what is no matrix beside Muon, and longer rounds in 1 bit.
+
+The reference of each group is the all-reduce of AdamW as tuned in `length.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from study.cells import Cell, Setting
+from study.length import LARGE, LONG, at
+from study.methods import MUON, STEPS, full, muloco
+
+AT = 4e-3
+"""The rate of AdamW alone that is best for the same tensors."""
+
+
+def beside(cell: Cell, adamw_lr: float) -> Cell:
+    """A cell with Muon inside, and this rate of embeddings, head and norms."""
+    return dataclasses.replace(
+        cell, name=f"{cell.name} adamw {adamw_lr:g}", inner={"adamw_lr": adamw_lr}
+    )
+
+
+def reduced(adamw_lr: float | None = None, lr: float = 4.5e-2) -> Cell:
+    """The all-reduce of Muon."""
+    cell = full(f" muon lr {lr:g}", lr, **MUON)
+    return cell if adamw_lr is None else beside(cell, adamw_lr)
+
+
+def one_bit(
+    period: int, adamw_lr: float | None = None, lr: float = 3.2e-2, beta: float = 0.9
+) -> Cell:
+    """`muloco` in 1 bit, with outer momentum 0.5 from the start."""
+    end = f" 1 bit beta {beta:g} lr {lr:g}"
+    cell = muloco(end, lr, period=period, value_dtype="1bit", beta=beta)
+    return cell if adamw_lr is None else beside(cell, adamw_lr)
+
+
+def length(cells: list[Cell], steps: int, warmup: int, model: str = "") -> list[Cell]:
+    """Cells with the schedule of a run of so many steps."""
+    setting = Setting(steps=steps, warmup=warmup)
+    setting = dataclasses.replace(setting, model=model) if model else setting
+    return [dataclasses.replace(c, setting=setting) for c in cells]
+
+
+BELOW: dict[str, list[Cell]] = {
+    "480 steps": [
+        at(full("", 2.8e-3), STEPS, 48),
+        *length(
+            [
+                *(reduced(rate) for rate in (None, 2e-3, AT, 8e-3)),
+                one_bit(5, None, 4.5e-2, 0.6),
+                one_bit(5, AT, 4.5e-2, 0.6),
+                *(one_bit(20, rate) for rate in (None, AT, 8e-3)),
+                *(one_bit(h, AT) for h in (5, 12, 24, 48, 96)),
+                reduced(AT, 3.2e-2),
+                one_bit(20, AT, 4.5e-2),
+                one_bit(20, AT, 2.24e-2),
+            ],
+            STEPS,
+            24,
+        ),
+    ],
+    "1,920 steps": [
+        at(full("", AT), LONG, 96),
+        *length([one_bit(24, AT), reduced(AT, 3.2e-2), one_bit(24), reduced(None, 3.2e-2)], LONG, 96),
+    ],
+    "3.3 M, 640 steps": [
+        at(full("", 2.8e-3), LARGE // 4, 32, model="small"),
+        *length(
+            [one_bit(24, 2.8e-3, 2.26e-2), one_bit(24, None, 2.26e-2), reduced(2.8e-3, 2.26e-2)],
+            LARGE // 4,
+            32,
+            "small",
+        ),
+    ],
+}
