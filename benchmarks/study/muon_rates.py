@@ -1,4 +1,4 @@
-"""The cells of the table `muon`: rates of what is no matrix beside Muon, and longer rounds in 1 bit.
+"""The cells of the table `muon`: rates of what is no matrix beside Muon, longer rounds in 1 bit.
 
 The reference of each group is the all-reduce of AdamW as tuned in `length.py`.
 """
@@ -64,7 +64,9 @@ BELOW: dict[str, list[Cell]] = {
     ],
     "1,920 steps": [
         at(full("", AT), LONG, 96),
-        *length([one_bit(24, AT), reduced(AT, 3.2e-2), one_bit(24), reduced(None, 3.2e-2)], LONG, 96),
+        *length(
+            [one_bit(24, AT), reduced(AT, 3.2e-2), one_bit(24), reduced(None, 3.2e-2)], LONG, 96
+        ),
     ],
     "3.3 M, 640 steps": [
         at(full("", 2.8e-3), LARGE // 4, 32, model="small"),
