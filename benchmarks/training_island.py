@@ -102,7 +102,7 @@ class Island:
         old: Any = self.exchange.peers
         old.meter.setup_bytes += new.meter.setup_bytes
         old.release()
-        old._me, old._next = new._me, new._next
+        old._me, old._next, old._closed = new._me, new._next, False
         old.drive(new._driver, new.num_connections)
         return {"connections": old.num_connections}
 

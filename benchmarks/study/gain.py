@@ -41,9 +41,9 @@ class Capped(Applier):
         return allowed(self.momentum, self.lr, self.gain, rho)
 
 
-class CappedConfig(ExchangeConfig):
-    """A configuration under a cap. The library builds no `Capped` from plain data, which it does
-    for a digest: that of the configuration without the cap is as good among replicas of one run.
+class TrialConfig(ExchangeConfig):
+    """A configuration whose applier is a trial of the study. The library builds none from plain
+    data, which it does for a digest: that without the trial is as good among replicas of one run.
     """
 
     def digest(self) -> int:
@@ -66,4 +66,4 @@ def capped(config: ExchangeConfig, gain: float) -> ExchangeConfig:
     plain = {f.name: getattr(channel.applier, f.name) for f in dataclasses.fields(channel.applier)}
     applier = Capped(**{**plain, "momentum_warmup": 0}, gain=gain)
     channels = (dataclasses.replace(channel, applier=applier),)
-    return CappedConfig(**{**vars(config), "channels": channels})
+    return TrialConfig(**{**vars(config), "channels": channels})

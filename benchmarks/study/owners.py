@@ -29,6 +29,7 @@ from fsdp_demo.compression.selection import top_k
 from fsdp_demo.compression.windows import Window
 from fsdp_demo.config.parts import BLOCK
 from fsdp_demo.exchange.plan import plan_model
+from study.gain import TrialConfig
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ def owned(config: ExchangeConfig, back: int, kept: float) -> ExchangeConfig:
     (channel,) = config.channels
     plain = {f.name: getattr(channel.applier, f.name) for f in dataclasses.fields(channel.applier)}
     applier = Owned(**plain, back=back, kept=kept)
-    return dataclasses.replace(config, channels=(dataclasses.replace(channel, applier=applier),))
+    channels = (dataclasses.replace(channel, applier=applier),)
+    return TrialConfig(**{**vars(config), "channels": channels})
 
 
 def _outer(

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import multiprocessing
+import shutil
 import subprocess
 import sys
 import types
@@ -534,8 +535,10 @@ def test_study_verify_names_differences(tmp_path, monkeypatch, capsys, played):
     """`--verify` names the runs that end elsewhere."""
     words = ("--table", "front", "--seeds", "1", "--only", "local_sgd", "--no-pictures")
     assert command(monkeypatch, tmp_path, *words) == 0
+    monkeypatch.setattr(script.alike, "newest", lambda codes: "played")
+    shutil.copytree(tmp_path / "runs", tmp_path / "kept alone")  # in the place of what is kept
     assert command(monkeypatch, tmp_path, *words, "--verify", "2") == 0
-    stored = {p: json.loads(p.read_text()) for p in (tmp_path / "runs").iterdir()}
+    stored = {p: json.loads(p.read_text()) for p in (tmp_path / "kept alone").iterdir()}
     path = next(p for p, known in stored.items() if known["loss"]["finished"] == 1.002)
     path.write_text(path.read_text().replace('"finished": 1.002', '"finished": 1.012'))
     assert command(monkeypatch, tmp_path, *words, "--verify", "3") == 1
