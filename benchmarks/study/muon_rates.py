@@ -41,7 +41,8 @@ def length(cells: list[Cell], steps: int, warmup: int, model: str = "") -> list[
     """Cells with the schedule of a run of so many steps."""
     setting = Setting(steps=steps, warmup=warmup)
     setting = dataclasses.replace(setting, model=model) if model else setting
-    return [dataclasses.replace(c, setting=setting) for c in cells]
+    end = "" if steps == STEPS else f" {steps} steps"
+    return [dataclasses.replace(c, name=c.name + end, setting=setting) for c in cells]
 
 
 BELOW: dict[str, list[Cell]] = {
