@@ -369,7 +369,8 @@ def test_zero_shards_preset_bytes_planned(me, preset, stage):
     """
     config = fsdp_demo.preset(preset)
     inner = zero.sgd if config.inner_optimizers[0] == "sgd" else zero.adamw
-    changes = {} if config.channels[0].before_step else {"period": 2}
+    every = "check_every" if preset == "sel_sync" else "period"
+    changes: dict[str, Any] = {} if config.channels[0].before_step else {every: 2}
     if preset.endswith("muloco"):  # bytes do not depend on it, and AdamW alone is refused
         changes["inner_optimizers"] = "as_is"
     made, exchange = zero.attached(zero.settings(stage, bf16=True), preset, inner, **changes)
