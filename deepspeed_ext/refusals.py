@@ -250,7 +250,7 @@ def _channels(engine: Any, config: ExchangeConfig) -> Iterator[str]:
 # `runtime/zero/muon/muon_optimizer.py`, `runtime/engine.py` (`_muon_param_groups`).
 
 MUON = "MuonWithAuxAdam"
-MUON_LINE = '"optimizer": {"type": "Muon", "params": {"muon_lr": ..., "adam_lr": ...}}'
+MUON_LINE = '"optimizer": {"type": "Muon", "params": {"lr": ...}}'
 """What asks for it in DeepSpeed's configuration. One `lr` would be that of both halves."""
 
 

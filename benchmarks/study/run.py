@@ -211,9 +211,12 @@ class Loop:
         if self.optimizer is None:
             # `full` before the method has the method's inner optimizer
             method, named = cell.config(), self.model.named_parameters()
-            own = {"muonadamw", "qhadamw", "lowrankadamw"} & {*method.inner_optimizers[:1]}
-            fused = {} if own else {"fused": True}
-            options = {**fused, **cell.inner}
+            inner = next(iter(method.inner_optimizers), "")
+            own = inner in ("muonadamw", "qhadamw", "lowrankadamw")
+            options: dict[str, Any] = {} if own else {"fused": True}
+            if inner == "muonadamw":  # a cell that names no rate has the one that it ran with
+                options["adamw_lr"] = 4e-4 * cell.lr / 0.0224
+            options |= cell.inner
             self.optimizer = base_optimizer(method, named, cell.lr, **options)
             self.rates = LambdaLR(self.optimizer, lambda t: rate(t, self.run.setting))
         else:

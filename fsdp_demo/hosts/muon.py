@@ -16,11 +16,10 @@ PUBLISHED = 0.0224  # Muon's rate in the released configurations of MuLoCo
 RELEASED: dict[str, Any] = {
     "nesterov": False,
     "adjust": "sqrt_out_in",
-    "adamw_lr": PUBLISHED,
     "betas": (0.9, 0.99),
 }
 """What differs from the defaults here in MuLoCo's released code: `base_optimizer(config, named,
-**RELEASED)`. Its AdamW part has Muon's rate; with another `lr` give that as `adamw_lr` too."""
+**RELEASED)`."""
 ADJUST = ("original", "match_rms_adamw", "sqrt_out_in")
 
 
@@ -34,8 +33,7 @@ class MuonAdamW(torch.optim.Optimizer):
     Args:
         params: named parameters (`model.named_parameters()`).
         lr: Muon's rate; default the published one of MuLoCo (arXiv 2505.23725).
-        adamw_lr: rate of the AdamW part; by default 4e-4 at the published `lr` and in proportion to
-            it.
+        adamw_lr: rate of the AdamW part; by default Muon's, as in MuLoCo's released code.
         momentum, nesterov, weight_decay: of Muon; weight decay holds for both parts.
         betas: of AdamW.
         adjust: factor of Muon's rate for a matrix [out, in]: "original" sqrt(max(1, out / in)),
@@ -72,7 +70,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
         one_of("adjust", adjust, ADJUST)
         matrices, rest = split(list(params), adamw, "MuonAdamW")
-        rate = adamw_lr if adamw_lr is not None else adamw_rate(lr)
+        rate = adamw_lr if adamw_lr is not None else lr
         parts: list[torch.optim.Optimizer] = []
         if matrices:
             options: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov}
@@ -123,15 +121,6 @@ def split(named: list[Any], adamw: tuple[str, ...], who: str) -> tuple[list[Any]
         [entry for entry, rest in zip(named, by_adamw, strict=True) if not rest],
         [entry for entry, rest in zip(named, by_adamw, strict=True) if rest],
     )
-
-
-def adamw_rate(lr: float) -> float:
-    """The rate of the AdamW part beside Muon at `lr`: 4e-4 at the published one.
-
-    >>> adamw_rate(0.0224)
-    0.0004
-    """
-    return 4e-4 * lr / PUBLISHED
 
 
 def _by_shape(

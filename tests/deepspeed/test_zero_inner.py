@@ -41,8 +41,7 @@ def train(me: Any, kind: str) -> Any:
     model = zero.Model()
     for p in model.parameters():  # as DeepSpeed wants it told
         p.use_muon = p.ndim == 2  # type: ignore[attr-defined]
-    rates = {"muon_lr": 1e-2, "adam_lr": 4e-4} if kind == "Muon" else {"lr": 1e-2}
-    settings = zero.settings(stage, **more, optimizer={"type": kind, "params": rates})
+    settings = zero.settings(stage, **more, optimizer={"type": kind, "params": {"lr": 1e-2}})
     made = zero.engine(settings, None, model)
     exchange = deepspeed_ext.attach(made, preset, **({} if preset == "demo" else {"period": 2}))
     losses = zero.train(made, range(6), me.rank)

@@ -95,7 +95,7 @@ REFUSED = [
         ("max_grad_norm=0.5 and no gradient_clipping in DeepSpeed's configuration",
         '"gradient_clipping": "auto"')),
     ("muloco", {}, {},
-        ('{"type": "Muon", "params": {"muon_lr": 0.005, "adam_lr": 8.93e-05}}', "max_grad_norm=0",
+        ('{"type": "Muon", "params": {"lr": 0.005}}', "max_grad_norm=0",
         "has an optimizer of its own")),
     ("muloco", {}, {"optimizer_cls_and_kwargs": exchange_optimizer("muloco", lr=0.01)},
         ("needs matrices where ZeRO has flat partitions",)),

@@ -54,7 +54,7 @@ def two(model: nn.Module, kind: Any = torch.optim.Muon) -> list[torch.optim.Opti
     named = dict(model.named_parameters())
     matrices = [(n, named.pop(n)) for n in MATRICES]
     muon = kind(matrices, lr=0.02, momentum=0.9, weight_decay=1e-4)
-    rest = dict(lr=4e-4 * 0.02 / 0.0224, betas=(0.9, 0.95), weight_decay=1e-4)
+    rest = dict(lr=0.02, betas=(0.9, 0.95), weight_decay=1e-4)
     return [muon, torch.optim.AdamW(list(named.items()), **rest)]
 
 
@@ -140,7 +140,7 @@ def test_muon_adamw_arguments() -> None:
     assert isinstance(optimizer, MuonAdamW)
     muon, adamw = optimizer.param_groups[:2]
     assert (muon["lr"], muon["momentum"], muon["weight_decay"]) == (0.0224, 0.9, 1e-4)
-    assert adamw["lr"] == 4e-4
+    assert adamw["lr"] == 0.0224
 
 
 @pytest.mark.parametrize("islands, procs", [(2, 1), (2, 2)])

@@ -122,9 +122,9 @@ def muloco(
     the pseudo-gradient and the outer step multiplies by `lr` again, so that 0.8 steps by 0.64
     (without feedback by 0.8); and the outer momentum is constant. Its inner optimizer is
     `base_optimizer(config, named, **fsdp_demo.hosts.muon.RELEASED)`. Ours, False: the outer step is
-    0.8, with Muon's Nesterov, torch's rate factor, AdamW at 4e-4, and an outer momentum that rises
-    over `momentum_warmup` rounds (20, as in `diloco`). Which of the two the paper's equations mean
-    is not known here.
+    0.8, with Muon's Nesterov, torch's rate factor, betas of AdamW 0.9 / 0.95, and an outer momentum
+    that rises over `momentum_warmup` rounds (20, as in `diloco`). Which of the two the paper's
+    equations mean is not known here.
 
     In both "2bit" is a code of ours: a sign and two levels for each 256 values. The released one
     has four bins over mean +- 3 sigma of a tensor or row, with a table of the bins' means. What

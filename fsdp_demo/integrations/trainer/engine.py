@@ -19,7 +19,6 @@ from transformers import Trainer
 
 from ...config.schema import ExchangeConfig
 from ...hosts import base
-from ...hosts.muon import adamw_rate
 from ...rendezvous.topology import Topology
 
 _DEFAULT_CLIP = 1.0  # deepspeed 0.19, where its configuration says nothing
@@ -80,11 +79,10 @@ def engine_problems(trainer: Trainer, config: ExchangeConfig) -> Iterator[tuple[
 
 
 def muon(trainer: Trainer) -> str:
-    """The cure for presets whose inner optimizer is Muon. DeepSpeed's would give one `lr` to both
-    of its halves, and clips what Muon has made of the gradient.
+    """The cure for presets whose inner optimizer is Muon: DeepSpeed's, which clips what Muon has
+    made of the gradient.
     """
-    lr = trainer.args.learning_rate
-    rates = f'{{"muon_lr": {lr:g}, "adam_lr": {adamw_rate(lr):.3g}}}'
+    rates = f'{{"lr": {trainer.args.learning_rate:g}}}'
     return (
         "leave optimizer_cls_and_kwargs out and write "
         f'"optimizer": {{"type": "Muon", "params": {rates}}} into DeepSpeed\'s configuration, with '
