@@ -25,12 +25,13 @@ from ...rendezvous.topology import Topology
 
 
 class Clock:
-    """Keeps the Trainer at the step of its exchange. It does nothing where all take all steps."""
+    """Keeps the Trainer at the step of its exchange, and its counts at what was trained on."""
 
     def __init__(self, trainer: Trainer, exchange: Exchange):
         self._trainer, self._exchange = trainer, exchange
         self._left_out, self._before = self._left_out_so_far(), exchange.step
         self._owed: set[str] = set()
+        self._counted: tuple[Any, ...] = ()  # ahead of a micro-batch that is dropped
         if exchange.config.by_speed:  # `auto` does not choose it for a clock that nobody moves
             exchange.on_left_out(self._step_rate)
 
@@ -50,6 +51,17 @@ class Clock:
         # by these it divides the sum of the losses of own steps
         trained._globalstep_last_logged += ticks
         trained._initial_global_step += ticks
+
+    def take_back(self, dropped: bool) -> bool:
+        """Ahead of a micro-batch take back what the Trainer has counted of the one before, if that
+        was dropped: it counts behind each. The last one of a step never is. Returns `dropped`.
+        """
+        trained: Any = self._trainer
+        if self._counted:
+            trained.state.num_input_tokens_seen, trained.current_flos = self._counted
+        found = (trained.state.num_input_tokens_seen, trained.current_flos)
+        self._counted = found if dropped else ()
+        return dropped
 
     def settle(self, args: Any, state: Any, control: Any) -> None:
         """At the end of a step ask for what was due in the ticks since the last one."""
