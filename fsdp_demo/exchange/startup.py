@@ -32,7 +32,7 @@ class StateSource(Protocol):
     """A saved state from which each rank gets its own: `checkpoint.SavedExchange`.
 
     Attributes:
-        step: optimizer steps done when it was saved.
+        step: optimizer steps done when it was saved; left_out: those that an island left out.
         applied: for each channel the step of the last message that was applied.
     """
 
@@ -42,9 +42,10 @@ class StateSource(Protocol):
     @property
     def applied(self) -> dict[str, int]: ...
 
+    def left_out(self, topology: Any) -> int: ...
+
     def state_for(self, exchange: Any) -> dict[str, Any]:
         """The argument of this `Exchange`'s `load_state_dict` on this rank."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -321,10 +322,9 @@ def _sync_optimizers(runtime: StepRuntime, donor: int) -> None:
     they take equal inner steps. Where the islands' optimizers hold different states, or states
     that do not have the shape of their parameter, only a warning is logged.
     """
-    peers, island = runtime.peers, runtime.island
+    peers, island, pairs = runtime.peers, runtime.island, runtime.host.optimizer_states()
     if runtime.topology.islands == 1:
         return
-    pairs = runtime.host.optimizer_states()
     states = [s for _, s in pairs]
     shapes = {
         (k, v.shape == p.shape)

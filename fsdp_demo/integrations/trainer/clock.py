@@ -107,13 +107,9 @@ def problems(trainer: Trainer, topology: Topology) -> Iterator[tuple[bool, str]]
 
 
 def place_of(checkpoint: Path, topology: Topology) -> int:
-    """Ticks that this island had left out when a checkpoint was made; 0 where the rows are dealt
-    anew, to another number of islands.
-    """
-    folder, mine = checkpoint / "exchange", (topology.islands, topology.island)
-    heads = load_exchange(folder).heads if folder.is_dir() else []
-    own = [h for h in heads if (h["islands"], h["island"]) == mine]
-    return int(own[0].get("left_out", 0)) if own else 0
+    """Ticks that this island had left out when a checkpoint was made."""
+    folder = checkpoint / "exchange"
+    return load_exchange(folder).left_out(topology) if folder.is_dir() else 0
 
 
 def begin_at(trainer: Any, left_out: int, undo: ExitStack) -> None:
