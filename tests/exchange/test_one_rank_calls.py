@@ -89,8 +89,8 @@ def test_one_rank_call_silent_when_common(me: Any) -> None:
 HERE = [[3, 30], [4, 40]]  # the last two steps that were begun, with torch's collectives before
 
 
-def place(steps: int, votes: int, collectives: int, marks: Any = HERE) -> sibling_watch.Place:
-    return sibling_watch.Place("finish()", 4, 0.0, [steps, votes, collectives], marks)
+def place(steps: int, votes: int, collectives: int, marks: Any = HERE) -> sibling_watch.RankCall:
+    return sibling_watch.RankCall("finish()", 4, 0.0, [steps, votes, collectives], marks)
 
 
 @pytest.mark.parametrize(("one", "other", "parted"), [
