@@ -13,7 +13,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,9 +21,6 @@ from ..config.local_steps import local_steps, round_of, takes_step
 from ..config.schema import ExchangeConfig
 from ..peers.header import rate_of
 from ..rendezvous.topology import Topology
-
-if TYPE_CHECKING:
-    from .startup import Start
 
 log = logging.getLogger("fsdp_demo")
 
@@ -123,9 +120,10 @@ class Pace:
             log.info("steps of each island in a round of %d: %s", self.period, text)
         self.shares, self.coming = self.coming, {}
 
-    def go_on(self, start: Start, topology: Topology, step: int) -> None:
-        """Stand at tick `step` with the own steps that `start` tells: others took the rest."""
-        state, taken = start.state, start.step
+    def go_on(self, state: Any, taken: int, topology: Topology, step: int) -> None:
+        """Stand at tick `step` with the own steps that a state tells (`Start.state`), or `taken`
+        without one: others took the rest.
+        """
         if isinstance(state, dict):
             taken = int(state["step"]) - int(state.get("pace", {}).get("left_out", 0))
         elif state is not None:

@@ -96,16 +96,14 @@ class LightningExchange(_Callback):
             return
         self._trainer, topology = trainer, Topology.from_env()
         summary.speak(topology)
-        others = [
-            c for c in trainer.callbacks if isinstance(c, LightningExchange) and c is not self
-        ]
+        other = [c for c in trainer.callbacks if isinstance(c, LightningExchange) and c is not self]
         if self.added and topology.rank == 0:
-            text = "not: this Trainer has a callback of its script" if others else "to this Trainer"
+            text = "not: this Trainer has a callback of its script" if other else "to this Trainer"
             log.warning("%s: %s %s", topology.name, self.added, text)
-        if self.added and others:
+        if self.added and other:
             return
         self._active = True
-        self._refuse(trainer, pl_module, sum(not c.added for c in others))
+        self._refuse(trainer, pl_module, sum(not c.added for c in other))
         if topology.islands > 1:
             self._separate(trainer, topology.name)
             data = trainer._data_connector

@@ -36,7 +36,7 @@ from ...errors import NeedsDecision, see
 from ...exchange.exchange import Exchange
 from ...files import read_json
 from ...rendezvous.topology import Topology
-from .clock import begin_at, place_of
+from .clock import begin_at
 from .engine import engine_of
 from .evaluation import Evaluations
 from .joining import KINDS, TakeOver, common_state, load_moments, move_to
@@ -87,7 +87,7 @@ class Beginning:
         after = ExitStack()
         after.callback(manager.close)
         if isinstance(where, str) and not fresh:
-            begin_at(trainer, place_of(Path(where), topology), after)
+            begin_at(trainer, Path(where) / "exchange", topology, after)
         given = None if taken else where
         return cls(given, taken, joins, is_named(wanted), fresh, after, manager)
 

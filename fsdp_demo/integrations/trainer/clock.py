@@ -53,14 +53,13 @@ class Clock:
         trained._initial_global_step += ticks
 
     def take_back(self, dropped: bool) -> bool:
-        """Ahead of a micro-batch take back what the Trainer has counted of the one before, if that
-        was dropped: it counts behind each. The last one of a step never is. Returns `dropped`.
-        """
+        """Ahead of a micro-batch, which may be `dropped` (the answer): take back what the Trainer
+        has counted of the one before, if that was. The last one of a step never is."""
         trained: Any = self._trainer
         if self._counted:
             trained.state.num_input_tokens_seen, trained.current_flos = self._counted
-        found = (trained.state.num_input_tokens_seen, trained.current_flos)
-        self._counted = found if dropped else ()
+        now = trained.state.num_input_tokens_seen, trained.current_flos
+        self._counted = now if dropped else ()
         return dropped
 
     def settle(self, args: Any, state: Any, control: Any) -> None:
@@ -106,16 +105,11 @@ def problems(trainer: Trainer, topology: Topology) -> Iterator[tuple[bool, str]]
     )
 
 
-def place_of(checkpoint: Path, topology: Topology) -> int:
-    """Ticks that this island had left out when a checkpoint was made."""
-    folder = checkpoint / "exchange"
-    return load_exchange(folder).left_out(topology) if folder.is_dir() else 0
-
-
-def begin_at(trainer: Any, left_out: int, undo: ExitStack) -> None:
+def begin_at(trainer: Any, saved: Path, topology: Topology, undo: ExitStack) -> None:
     """Have the Trainer skip the rows of this island's own steps on a resume, not those of all
-    ticks. undo: gets what must be undone when training is over.
+    ticks, by the `saved` exchange. undo: gets what must be undone when training is over.
     """
+    left_out = load_exchange(saved).left_out(topology) if saved.is_dir() else 0
     if not left_out:
         return
     original = trainer._init_training_state
