@@ -111,7 +111,8 @@ def move_to(
 def sentence(trainer: Any, exchange: Exchange, taken: TakeOver | None, moments: bool) -> str:
     """The sentence for the log: what was taken over, and what begins anew."""
     args, step = trainer.args, exchange.step
-    rows = "" if args.ignore_data_skip else ", rows are skipped up to there"
+    there = "there" if exchange.steps_taken == step else f"its own step {exchange.steps_taken}"
+    rows = "" if args.ignore_data_skip else f", rows are skipped up to {there}"
     text = (
         f"joined the others at step {step}{rows}"
         if taken is None
