@@ -19,7 +19,7 @@ from torch import Tensor
 from .partitions import Fragment, Partitions
 
 
-class _Names(dict[Any, str]):
+class _ByParameter(dict[Any, str]):
     def __missing__(self, p: Any) -> str:
         raise ValueError(
             f"the optimizer steps a parameter of shape {tuple(getattr(p, 'ds_shape', p.shape))} "
@@ -30,7 +30,7 @@ class _Names(dict[Any, str]):
 
 def _names(engine: Any) -> dict[Any, str]:
     """The names of the parameters of the model; a ValueError for any other key."""
-    return _Names({p: n for n, p in engine.module.named_parameters()})
+    return _ByParameter({p: n for n, p in engine.module.named_parameters()})
 
 
 class FlatPartitions(Partitions):

@@ -237,7 +237,9 @@ def test_auto_refuses_a_state_of_an_earlier_release() -> None:
 
 
 def test_auto_newcomer_finds_the_choice_in_the_store() -> None:
-    """An island that joins finds the choice in the store."""
+    """An island that joins finds the choice in the store, also with a state of its own from before
+    there was one.
+    """
     why = AutoChoice("slow", "20Mbit,40ms", 0.3, 900)
     note = {"config": preset("sparse_loco").to_dict(), "auto_choice": dataclasses.asdict(why)}
     store, silent = WorldStore(HashStore(), "a store", 5.0), [False]
@@ -251,10 +253,12 @@ def test_auto_newcomer_finds_the_choice_in_the_store() -> None:
     late = SimpleNamespace(rank=0, elastic=True, question=5.0, open_store=open_store)
     late.under_way, late.prefix = lambda: True, lambda: "run/0"
 
-    def found() -> Any:
-        return automatic.remembered(late, None, ALONE)  # type: ignore[arg-type]
+    def found(state: Any = None) -> Any:
+        return automatic.remembered(late, state, ALONE)  # type: ignore[arg-type]
 
     assert found() == (preset("sparse_loco"), why)
+    measured = SimpleNamespace(heads=[{"config": preset("auto").to_dict()}])
+    assert found(measured) == (preset("sparse_loco"), why)
     silent[0] = True
     assert found() == (None, None)
     silent[0] = False

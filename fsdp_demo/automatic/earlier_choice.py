@@ -47,8 +47,8 @@ def remembered(
 def known_choice(
     topology: Topology, state: Any, island: Ranks
 ) -> tuple[ExchangeConfig, AutoChoice | None] | None:
-    """The method of the run, and why, if `auto` has chosen it: the state to resume from says so, or
-    the store, where the run is under way. None where it is still to be chosen, or the store is
+    """The method of the run, and why, if `auto` has chosen it: the store says so, where the run is
+    under way, else the state to resume from. None where it is still to be chosen, or the store is
     silent.
 
     Rank 0 looks into the store and tells the others: it may change while they look.
@@ -57,7 +57,9 @@ def known_choice(
         ValueError: a state from which that cannot be read.
     """
     told: Mapping[str, Any] = {}
-    if isinstance(state, Mapping):
+    if topology.elastic and _under_way(topology):
+        told = island.from_first(lambda: _in_store(topology))
+    elif isinstance(state, Mapping):
         if "config" not in state:
             raise ValueError(
                 "attach(state=...) with a method that is settled when a run begins (auto, or "
@@ -67,8 +69,6 @@ def known_choice(
         told = state
     elif heads := getattr(state, "heads", None):
         told = heads[0]
-    elif topology.elastic and _under_way(topology):
-        told = island.from_first(lambda: _in_store(topology))
     return read(told)
 
 

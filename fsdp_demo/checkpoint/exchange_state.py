@@ -18,6 +18,7 @@ from ..config.auto import method_note
 from ..exchange.exchange import Exchange
 from ..exchange.saved_state import ExchangeState
 from ..rendezvous.position import form
+from ..rendezvous.topology import Topology
 from .files import FRESH, OTHER, read_head, write_part
 from .reshard import PartSet, reshard, without_messages
 
@@ -80,6 +81,14 @@ def save_exchange(folder: Path, exchange: Exchange) -> None:
 
 class SavedExchange(PartSet):
     """Parts that an exchange can go on from: `attach(state=load_exchange(folder))`."""
+
+    def left_out(self, topology: Topology) -> int:
+        """Ticks that this island had left out; 0 where the rows are dealt anew, to another number
+        of islands.
+        """
+        mine = topology.islands, topology.island
+        own = [h for h in self.heads if (h["islands"], h["island"]) == mine]
+        return int(own[0].get("left_out", 0)) if own else 0
 
     def state_for(self, exchange: Exchange) -> dict[str, Any]:
         """The state of `exchange`'s rank: as it was saved if it stands where it stood, else what of

@@ -69,7 +69,8 @@ class RunState:
     Attributes:
         step: what was restored; 0 for a new run, and where everything is taken over from other
             islands.
-        saved: the exchange's state for `attach`, or None.
+        saved: the exchange's state for `attach`, or None; an island that joins a run takes from it
+            how many steps were its own.
         extra: what the loop of this rank had kept (`save`); empty where nothing was restored.
         same: what was restored is this very rank's, of as many islands and ranks. Else `extra` is
             that of another rank, and random states begin anew.
@@ -143,6 +144,7 @@ class RunState:
         folder = saves.path(step)
         head = None if step < 0 else moments_in(folder, saves.topology, saves.ranks)
         if head is not None:
+            self.saved = load_exchange(folder / "exchange")
             loop = self._load_model(folder, head["optimizers"], saves.topology.rank, True)
             self._place_there = loop.get(LOADER)
 

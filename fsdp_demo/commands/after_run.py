@@ -17,7 +17,7 @@ def add_report(commands: Commands) -> None:
     sub = commands.add_parser(
         "report",
         help="make one html file of a run, or of several to compare",
-        description="Reads what the recipes and ExchangeCallback leave in the output folder of a "
+        description="Reads what the recipes and the callbacks leave in the output folder of a "
         "run, also of one that was killed or still trains. The html needs no other file.",
         example="fsdp-demo report outputs/demo outputs/diloco --out compare.html",
         run=report,

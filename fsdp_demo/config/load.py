@@ -20,6 +20,9 @@ from .schema import ExchangeConfig
 MADE = ("adamw", "qhadamw", "lowrankadamw", "muonadamw", "sgd")
 """Inner optimizers that `base_optimizer` makes."""
 
+PERIODS = ("period", "check_every")
+"""Keywords of presets that set `schedule.sync_every`: each preset takes one of them, or none."""
+
 TOP = tuple(sorted({f.name for f in fields(ExchangeConfig)} - {"preset", "channels"}))
 """The keys of the top level that a change may name."""
 
@@ -29,12 +32,12 @@ def preset(name: str, **changes: Any) -> ExchangeConfig:
 
     Args:
         name: one of `presets()`, or "auto" (`config/auto.py`).
-        changes: keywords of the preset's function, where `sync_every` is the same as `period`;
-            `inner_optimizer`, one of those it is defined for ("qhadamw" and "lowrankadamw" where
-            AdamW is); top-level fields (`clip`, `clip_scope`, `inner_optimizers`, `inner_rank`,
-            `max_in_flight`,
-            `norm_limit`, `offload_outer_state`, `own_tensors`, `seed`, and `lr`, the inner rate,
-            where the function has no `lr` of its own); or dotted paths.
+        changes: keywords of the preset's function, where `sync_every` is the same as `period` (of
+            sel_sync as `check_every`); `inner_optimizer`, one of those it is defined for ("qhadamw"
+            and "lowrankadamw" where AdamW is); top-level fields (`clip`, `clip_scope`,
+            `inner_optimizers`, `inner_rank`, `max_in_flight`, `norm_limit`, `offload_outer_state`,
+            `own_tensors`, `seed`, and `lr`, the inner rate, where the function has no `lr` of its
+            own); or dotted paths.
 
     Raises:
         ValueError: for an unknown name, key, or value; it says what is allowed and the nearest
@@ -59,10 +62,10 @@ def _made(name: str, changes: dict[str, Any]) -> ExchangeConfig:
     one_of("preset", name, (*known, AUTO))
     takes = inspect.signature(known[name]).parameters
     hints = get_type_hints(known[name])
-    if "sync_every" in changes and "period" in takes:
-        if "period" in changes:
-            raise ValueError("period and sync_every are the same: give one of them")
-        changes["period"] = changes.pop("sync_every")
+    if "sync_every" in changes and (word := _period(takes)):
+        if word in changes:
+            raise ValueError(f"{word} and sync_every are the same: give one of them")
+        changes[word] = changes.pop("sync_every")
     own = {k: typed(hints[k], v, k) for k, v in changes.items() if k in takes}
     rest = {k: v for k, v in changes.items() if k not in own}
     if "inner_optimizer" in rest:
@@ -101,7 +104,7 @@ def changed(config: ExchangeConfig, changes: Mapping[str, Any]) -> ExchangeConfi
     known = presets()
     takes = inspect.signature(known[config.preset]).parameters if config.preset in known else {}
     for key, value in changes.items():
-        word = "period" if key == "sync_every" else key
+        word = _period(takes) if key == "sync_every" else key
         if word in takes and word not in TOP:
             paths = [*by_path(config.to_dict()["channels"][0])] if len(config.channels) == 1 else []
             path = MEANT.get(word) or next((p for p in paths if p.endswith(f".{word}")), "")
@@ -111,6 +114,11 @@ def changed(config: ExchangeConfig, changes: Mapping[str, Any]) -> ExchangeConfi
                 f"{other}preset({config.preset!r}, {word}={value!r}){see('unknown-key')}"
             )
     return config.changed(changes) if changes else config
+
+
+def _period(words: Iterable[str]) -> str:
+    """That of these keywords of a preset which sets `schedule.sync_every`; empty: none does."""
+    return next((word for word in PERIODS if word in words), "")
 
 
 def _refuse_twice(changes: Mapping[str, Any]) -> None:
@@ -135,10 +143,11 @@ def _meant(key: str, options: list[str], config: ExchangeConfig) -> str:
     ends in it, with the reason if it has no effect here; else the nearest.
     """
     path = MEANT.get(key.lower(), "schedule.sync_every" if key == "sync_every" else "")
-    word = "period" if path == "schedule.sync_every" else path.rpartition(".")[2]
+    every = path == "schedule.sync_every"
+    word = _period(options) if every else path.rpartition(".")[2]
     if word and word in options:
         return f"; did you mean {word!r}?"
-    if word == "period":
+    if every:
         return f"; did you mean {path!r}?"
     paths = [*by_path(config.to_dict()["channels"][0])]
     same = [path] if path else [p for p in paths if p.endswith(f".{key}")]
@@ -177,7 +186,8 @@ def load_config(source: str, overrides: Iterable[str] | Mapping[str, Any] = ()) 
     name, flat = data.pop("preset"), by_path(data)
     _in_file(source, lambda: _refuse_twice(flat))
     _refuse_twice(changes)
-    words = {"period", "sync_every"} if {"period", "sync_every"} & {*changes} else set()
+    names = {*PERIODS, "sync_every"}
+    words = names if names & {*changes} else set()
     words |= {key for key in flat if any(_same_key(word, key) for word in changes)}
     kept = {key: value for key, value in flat.items() if key not in words}
     try:

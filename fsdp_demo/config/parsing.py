@@ -16,7 +16,7 @@ import yaml
 
 from ..errors import see
 
-MEANT = {"period": "schedule.sync_every", "h": "schedule.sync_every", "k": "codec.topk"}
+MEANT = dict.fromkeys(("period", "check_every", "h"), "schedule.sync_every") | {"k": "codec.topk"}
 """What papers and other packages call a key, in lower case -> its path."""
 
 

@@ -189,6 +189,7 @@ class Exchange(Readings):
         if self.newcomer:
             self._first.pause()
             self.told = replay.join(self._runtime, model, start.facts)
+            self._runtime.pace.go_on(start.state, start.step, self.topology, self.step)
             self._first.joined(later=True)
             return
         donor, goes_on = startup.come_together(self._runtime, start, model)
@@ -202,6 +203,7 @@ class Exchange(Readings):
                 for c in self.channels:
                     c.enter(agreed)
         startup.take_over(self._runtime, donor, goes_on)
+        self._runtime.pace.go_on(start.state, start.step, self.topology, self.step)
         if self.peers is not None:
             self.peers.begin()
         self._first.joined()

@@ -20,6 +20,7 @@ import torch
 from ..config.local_steps import local_steps, round_of, takes_step
 from ..config.schema import ExchangeConfig
 from ..peers.header import rate_of
+from ..rendezvous.topology import Topology
 
 log = logging.getLogger("fsdp_demo")
 
@@ -118,6 +119,17 @@ class Pace:
             text = ", ".join(str(n) for _, n in sorted(self.coming.items()))
             log.info("steps of each island in a round of %d: %s", self.period, text)
         self.shares, self.coming = self.coming, {}
+
+    def go_on(self, state: Any, taken: int, topology: Topology, step: int) -> None:
+        """Stand at tick `step` with the own steps that a state tells (`Start.state`), or `taken`
+        without one: others took the rest.
+        """
+        if isinstance(state, dict):
+            taken = int(state["step"]) - int(state.get("pace", {}).get("left_out", 0))
+        elif state is not None:
+            taken = state.step - state.left_out(topology)
+        if self.period:
+            self.left_out = max(step - taken, 0)
 
     def leave_out(self) -> None:
         """Count a tick that is left out."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -40,6 +40,12 @@ class Projections:
             for p, room in zip(params, rooms, strict=True):
                 if room is not None:
                     owners[p].remake(p, room)
+
+    def turn(self, bases: Sequence[Tensor]) -> None:
+        """Let these, in the order of `tensors`, take their place, with moments turned into them."""
+        for (p, o), old, new in zip(self._owners().items(), self.tensors(), bases, strict=True):
+            if not torch.equal(old, new):
+                o.turn(p, new)
 
     def _owners(self) -> dict[Tensor, LowRankAdamW]:
         return {p: o for o in self._optimizers for p, s in o.state.items() if PROJECTION in s}

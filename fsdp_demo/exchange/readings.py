@@ -113,8 +113,9 @@ class Readings:
     @property
     def steps_taken(self) -> int:
         """Of these the steps that this island has taken itself, which is its place in its data. It
-        is `step` but where islands take unlike steps (`local_steps`); of an island that joins a run
-        it is `step`, too."""
+        is `step` but where islands take unlike steps (`local_steps`): there an island that joins a
+        run, or takes over from others, goes on from what it has taken by the state that `attach`
+        is given; without one from `step` of `attach`, which is 0."""
         return self._runtime.step - self._runtime.pace.left_out
 
     @property

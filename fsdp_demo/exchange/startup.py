@@ -32,7 +32,7 @@ class StateSource(Protocol):
     """A saved state from which each rank gets its own: `checkpoint.SavedExchange`.
 
     Attributes:
-        step: optimizer steps done when it was saved.
+        step: optimizer steps done when it was saved; left_out: those that an island left out.
         applied: for each channel the step of the last message that was applied.
     """
 
@@ -42,9 +42,10 @@ class StateSource(Protocol):
     @property
     def applied(self) -> dict[str, int]: ...
 
+    def left_out(self, topology: Any) -> int: ...
+
     def state_for(self, exchange: Any) -> dict[str, Any]:
         """The argument of this `Exchange`'s `load_state_dict` on this rank."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,9 @@ def take_over(runtime: StepRuntime, donor: int, goes_on: bool) -> None:
     _sync_state(runtime, donor)
     if runtime.before_step:
         _sync_optimizers(runtime, donor)
+    if runtime.config.averages_moments:
+        _sync_bytes(runtime, bases := [t.clone() for t in runtime.projections.tensors()], donor)
+        runtime.projections.turn(bases)  # moments are averaged in one basis
     resume.agree_on_norms(runtime.queue, donor)
     resume.agree(runtime, donor)
 
@@ -275,14 +279,19 @@ def _sync_rest(runtime: StepRuntime, model: torch.nn.Module | None, donor: int, 
         return
     _log_quantized(foreign_tensors(model), island)
     local = list(shared_tensors(host, model, runtime.config.own_tensors).values())
-    if not island.any(bool(local)):  # a rank may have empty shards of all of them
-        return
-    work = bytes_of(local)
+    if island.any(bool(local)):  # a rank may have empty shards of all of them
+        _sync_bytes(runtime, local, donor, keep)
+
+
+def _sync_bytes(
+    runtime: StepRuntime, tensors: list[torch.Tensor], donor: int, keep: bool = False
+) -> None:
+    """Write what the donor's rank holds into these tensors. keep: as for `_sync`."""
+    work, peers = bytes_of(tensors), runtime.peers
     if peers is not None and peers.size > 1:
         agreement.sync_from(peers, work, donor, keep)
-    if island.position.num_copies > 1:  # copies that are not active have no peers: they hear of it
-        island.broadcast(work)
-    write_bytes(work, local)
+    runtime.island.broadcast(work)  # copies that are not active have no peers: they hear of it
+    write_bytes(work, tensors)
 
 
 def _log_quantized(foreign: Mapping[str, torch.Tensor], island: IslandGroup) -> None:
@@ -313,10 +322,9 @@ def _sync_optimizers(runtime: StepRuntime, donor: int) -> None:
     they take equal inner steps. Where the islands' optimizers hold different states, or states
     that do not have the shape of their parameter, only a warning is logged.
     """
-    peers, island = runtime.peers, runtime.island
+    peers, island, pairs = runtime.peers, runtime.island, runtime.host.optimizer_states()
     if runtime.topology.islands == 1:
         return
-    pairs = runtime.host.optimizer_states()
     states = [s for _, s in pairs]
     shapes = {
         (k, v.shape == p.shape)

@@ -139,17 +139,20 @@ class LowRankAdamW(QHAdamW):
         """Take the projection of matrix `p` from its change in a round (this rank's rows). All
         ranks of the island call it together, and get equal bits from their sum.
         """
-        state = self.state[p]
-        old = _local(state[PROJECTION])
-        basis, owners = old, _owners(p)
+        basis, owners = _local(self.state[p][PROJECTION]), _owners(p)
         for _ in range(ITERATIONS):
             found = change.T @ (change @ basis)
             if owners is not None:
                 dist.all_reduce(found, group=owners)
             found.div_(torch.linalg.vector_norm(found).clamp_min(1e-30)).add_(basis, alpha=RIDGE)
             basis = _orthonormal(found)
+        self.turn(p, basis)
+
+    @torch.no_grad()
+    def turn(self, p: Tensor, basis: Tensor) -> None:
+        """Let `basis` [columns, rank] be the projection of `p`, and turn its moments into it."""
+        old, m, v = (_local(self.state[p][n]) for n in (PROJECTION, "exp_avg", "exp_avg_sq"))
         turn = old.T @ basis
-        m, v = _local(state["exp_avg"]), _local(state["exp_avg_sq"])
         m.copy_(m @ turn)
         kept = turn.square()  # of v; what is new has the mean of the row
         v.copy_(v @ kept + v.mean(1, keepdim=True) * (1 - kept.sum(0)).clamp_min(0))

@@ -21,9 +21,9 @@ def lightning_callbacks() -> list[Any]:
         return []
     from ..config.load import load_config
     from ..rendezvous import environment
-    from .lightning import ExchangeCallback
+    from .lightning import LightningExchange
 
     source, changes = environment.exchange(os.environ)
-    callback = ExchangeCallback(load_config(source, changes))
+    callback = LightningExchange(load_config(source, changes))
     callback.added = f"exchange {' '.join([source, *changes])} added"
     return [callback]

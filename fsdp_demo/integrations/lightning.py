@@ -1,6 +1,6 @@
 """One line for a script that uses PyTorch Lightning, from `lightning` or `pytorch_lightning`:
 
-    Trainer(..., callbacks=[ExchangeCallback("diloco", period=100)])
+    Trainer(..., callbacks=[LightningExchange("diloco", period=100)])
 
 Launched as islands (ISLAND_* variables) the Trainers train one model. What no hook sees is wrapped
 on the Trainer's own objects. A run resumes from what `RunState` saves; the place in loops, rows and
@@ -49,7 +49,7 @@ _FOUND = [module for package, module in _PACKAGES.items() if importlib.util.find
 _Callback: Any = type("_Callback", tuple(importlib.import_module(m).Callback for m in _FOUND), {})
 
 
-class ExchangeCallback(_Callback):
+class LightningExchange(_Callback):
     """A callback that joins the Trainers of all islands to train one model.
 
     Args:
@@ -96,14 +96,14 @@ class ExchangeCallback(_Callback):
             return
         self._trainer, topology = trainer, Topology.from_env()
         summary.speak(topology)
-        others = [c for c in trainer.callbacks if isinstance(c, ExchangeCallback) and c is not self]
+        other = [c for c in trainer.callbacks if isinstance(c, LightningExchange) and c is not self]
         if self.added and topology.rank == 0:
-            text = "not: this Trainer has a callback of its script" if others else "to this Trainer"
+            text = "not: this Trainer has a callback of its script" if other else "to this Trainer"
             log.warning("%s: %s %s", topology.name, self.added, text)
-        if self.added and others:
+        if self.added and other:
             return
         self._active = True
-        self._refuse(trainer, pl_module, sum(not c.added for c in others))
+        self._refuse(trainer, pl_module, sum(not c.added for c in other))
         if topology.islands > 1:
             self._separate(trainer, topology.name)
             data = trainer._data_connector
@@ -118,7 +118,7 @@ class ExchangeCallback(_Callback):
         works -= {"DDPStrategy"} if "DeepSpeedStrategy" in kinds else set()
         works = works if getattr(trainer.strategy, "_tensor_parallel_size", 1) == 1 else set()
         checks = {
-            "two ExchangeCallbacks: take one of them out": others,
+            "two LightningExchanges: take one of them out": others,
             f"{type(trainer.strategy).__name__}: take DDPStrategy or, which is FSDP2, "
             "ModelParallelStrategy(data_parallel_size=N, tensor_parallel_size=1)": not works,
             "automatic_optimization=False: call fsdp_demo.attach in on_train_start and finish() in "
@@ -133,7 +133,7 @@ class ExchangeCallback(_Callback):
             ),
         }
         for text in (text for text, wrong in checks.items() if wrong):
-            raise ValueError(f"ExchangeCallback found {text}")
+            raise ValueError(f"LightningExchange found {text}")
 
     def _separate(self, trainer: Any, name: str) -> None:
         """Let the folders of this island end with its name."""
@@ -200,7 +200,7 @@ class ExchangeCallback(_Callback):
             state.restore(auto if self._resume is None else self._resume, fresh=self._fresh)
             if named and not joins and state.step != step:
                 text = f"ckpt_path is of step {step}, the newest in {saves.root} that fits is of "
-                text += f"step {state.step}: leave ckpt_path out and give ExchangeCallback(..., "
+                text += f"step {state.step}: leave ckpt_path out and give LightningExchange(..., "
                 text += "resume='auto'), or take it with fresh=True, without the exchange's state"
                 raise NeedsDecision(text)
         must_match = facts | {"max_steps": steps, "batches": str(loop.max_batches)}

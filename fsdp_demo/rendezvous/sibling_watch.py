@@ -47,7 +47,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _numbers = itertools.count()
 
 
-class Place(NamedTuple):
+class RankCall(NamedTuple):
     """Where one rank of an island is: its present call, the steps it has taken, the seconds that it
     has waited; how many steps, `VOTES` and collectives of torch's default group it has begun; and
     the last two steps that it has begun, each with the collectives before it.
@@ -59,7 +59,7 @@ class Place(NamedTuple):
     begun: list[int]
     marks: list[list[int]]
 
-    def parted(self, other: Place) -> bool:
+    def parted(self, other: RankCall) -> bool:
         """Whether the two ranks can never meet again. All ranks of an island begin the same steps,
         votes and collectives in one order, so one of them is behind the other in each of the three
         counts, or equal. Where it is behind in one and ahead in another, they have parted for good:
@@ -76,7 +76,7 @@ class Place(NamedTuple):
 
 class SiblingWatch:
     """Notes the call that each rank of an island is in, and warns where one waits for the others.
-    After ISLAND_TIMEOUT ranks that can never meet (`Place.parted`) end with status 78.
+    After ISLAND_TIMEOUT ranks that can never meet (`RankCall.parted`) end with status 78.
 
     Args:
         topology: of this rank. step: the steps that it has taken.
@@ -133,13 +133,13 @@ class SiblingWatch:
         call, since = self._call
         waited = 0.0 if call == OUTSIDE else time.monotonic() - since
         begun = [self._steps, self._votes, _collectives()]
-        place = Place(call, self._step(), waited, begun, self._marks)
+        place = RankCall(call, self._step(), waited, begun, self._marks)
         self._store.set(f"{self._key}/{self._rank}", json.dumps(place))
         keys = [f"{self._key}/{rank}" for rank in range(self._world)]
         if not self._store.check(keys):
             return  # one of them has not looked yet
         # no file store has multi_get
-        found = [Place(*json.loads(self._store.get(key))) for key in keys]
+        found = [RankCall(*json.loads(self._store.get(key))) for key in keys]
         places = [f"in {place.call}, after step {place.step}" for place in found]
         late = max(range(self._world), key=lambda rank: found[rank].waited)
         told, waited = f"{late} {places[late]}", found[late].waited

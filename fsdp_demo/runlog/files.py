@@ -203,7 +203,7 @@ def load(folder: str | Path) -> Run:
     if not places:
         raise ValueError(
             f"{folder} holds no run: neither it nor a folder in it has a {HEAD_FILE}, which "
-            f"the recipes and ExchangeCallback write{_below(folder)}"
+            f"the recipes and the callbacks write{_below(folder)}"
         )
     islands = sorted((_island(place) for place in places), key=lambda i: i.head.get("island", 0))
     return Run(folder.resolve().name, folder, tuple(islands))

@@ -142,6 +142,8 @@ def trained(me: Any) -> Any:
             save_exchange(me.folder / f"{me.island}-{t}", exchange)
             held = look(me.folder / f"{me.island}-{t}", t, 3)
             heads.append((held.history, held.participants))
+        if t == 3:
+            me.meet("saved")  # a slow island would hear of the loss before it has saved
     tree = exchange.state_dict()
     state = ExchangeState.from_tree(tree)
     unsaid = ExchangeState.from_tree({k: v for k, v in tree.items() if k != "history"})

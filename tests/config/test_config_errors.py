@@ -4,6 +4,7 @@ allowed, in the words of yaml.
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +162,30 @@ def test_config_keyword_and_path_of_one_key_refused(tmp_path: Path) -> None:
     preset("demo", topk=8, **{"momentum.codec.topk": 16})
 
 
+@pytest.mark.parametrize("name", presets())
+def test_config_sync_every_is_keyword_for_it(name: str) -> None:
+    """`sync_every` stands for the preset's own keyword for it, whatever that is called; both of
+    them are refused. A preset without one refuses it.
+    """
+    word = "check_every" if name == "sel_sync" else "period"
+    if word not in inspect.signature(presets()[name]).parameters:
+        refused(lambda: preset(name, sync_every=4), "did you mean 'schedule.sync_every'?")
+        return
+    assert preset(name, sync_every=4) == preset(name, **{word: 4})
+    refused(lambda: preset(name, sync_every=4, **{word: 4}), f"{word} and sync_every are the same")
+    path = {"schedule.sync_every": 8}
+    refused(lambda: preset(name, **{word: 4}, **path), f"{word}=4 and", "set the same key")
+
+
 def test_config_set_wins_over_file(tmp_path: Path) -> None:
     """A setting wins over the file by either of its names."""
     file, wanted = tmp_path / "short.yaml", preset("diloco", period=4)
     for written in ("period", "schedule.sync_every", "sync_every"):
         file.write_text(f"preset: diloco\n{written}: 12\n")
         for change in ("period=4", "schedule.sync_every=4"):
+            assert load_config(str(file), [change]) == wanted, (written, change)
+    wanted = preset("sel_sync", check_every=4)
+    for written in ("check_every", "schedule.sync_every", "sync_every"):
+        file.write_text(f"preset: sel_sync\n{written}: 16\n")
+        for change in ("check_every=4", "schedule.sync_every=4", "sync_every=4"):
             assert load_config(str(file), [change]) == wanted, (written, change)

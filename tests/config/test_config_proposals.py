@@ -21,6 +21,8 @@ from ..support.refused import refusal as refused
     ("demo", "k", "topk"),
     ("diloco", "H", "period"),
     ("diloco", "perid", "period"),
+    ("sel_sync", "H", "check_every"),
+    ("sel_sync", "period", "check_every"),
     ("diloco", "schedule.period", "schedule.sync_every"),
     ("diloco", "schedule.H", "schedule.sync_every"),
     ("diloco", "delta.schedule.period", "delta.schedule.sync_every"),
@@ -60,6 +62,10 @@ def test_config_proposal_preset_keyword() -> None:
     for key in ("period", "sync_every"):
         text = refused(lambda key=key: attach(optimizer, preset("diloco"), **{key: 10}), wanted)
         assert text.startswith(f"{key} is a keyword of the preset")
+    refused(
+        lambda: changed(preset("sel_sync"), {"sync_every": 4}),
+        "write schedule.sync_every=4, or preset('sel_sync', check_every=4)",
+    )
     assert "write codec.topk=3" in refused(lambda: changed(preset("demo"), {"topk": 3}))
     # one path would set the periods of all channels to one
     assert "schedule.sync_every" not in refused(lambda: changed(preset("desloc"), {"period": 3}))

@@ -13,6 +13,8 @@ import time
 
 import pytest
 
+from fsdp_demo.launch.processes import reserve_port
+
 from .test_zero_recipes import COMMON, RECIPES, source, told  # noqa: F401 (a fixture)
 
 
@@ -141,7 +143,7 @@ def test_zero_launch_exit_status(tmp_path):
     script, runs = tmp_path / "ranks.py", {}
     script.write_text(RANKS)
     words = ["deepspeed", "--hostfile", os.devnull, "--num_gpus", "2", "--no_local_rank"]
-    words += ["--log_level", "error", str(script)]
+    words += ["--log_level", "error", "--master_port", str(reserve_port()), str(script)]
     for mode in STATUSES:
         (tmp_path / mode).mkdir()
         env = {**os.environ, "ISLAND_STATUS": str(tmp_path / mode), "DS_ACCELERATOR": "cpu"}

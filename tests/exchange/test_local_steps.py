@@ -347,6 +347,7 @@ def joined(me: Any) -> Any:
     topology = fsdp_demo.Topology.from_env()
     run = Run(topology, preset("diloco", period=6, local_steps="by_speed"))
     first, share = run.exchange.step, run.exchange._runtime.pace.steps
+    assert run.exchange.steps_taken == 0
     while not end.exists() or run.exchange.step < int(end.read_text()):
         run.train(run.exchange.step + 1)
         if run.exchange.step == 18:
@@ -359,12 +360,13 @@ def joined(me: Any) -> Any:
                 part.rename(end)
     exchange = run.exchange
     exchange.finish()
+    assert exchange.steps_taken == len(run.ticks)
     return first, share, exchange.local_steps, exchange.digests_equal(), exchange.step, run.values()
 
 
 def test_local_steps_newcomer_joins(run_ranks: Any) -> None:
-    """A third island that joins takes as many steps as the slowest, until an exchange has told how
-    fast it is; all end at one step with one model.
+    """A third island that joins begins with its first rows, and takes as many steps as the slowest
+    until an exchange has told how fast it is; all end at one step with one model.
     """
 
     def env(me: Any) -> dict[str, str]:
@@ -375,6 +377,35 @@ def test_local_steps_newcomer_joins(run_ranks: Any) -> None:
     for _, _, shares, equal, step, values in found:
         assert shares == {0: 6, 1: 3, 2: 6} and equal and step == found[0][4]
         assert torch.equal(values, found[0][5])
+
+
+@in_ranks(1, 1)
+def test_local_steps_place_of_who_is_behind() -> None:
+    """An island that takes over from others goes on behind the rows that it has trained on itself,
+    from a state of before, and from its first row without one. Under equal steps it stands where
+    the others do.
+    """
+    given_speeds((1.0, 2.0, 1.0))
+
+    def begun(i: int, topology: Any, how: str, saved: Any, until: int) -> Any:
+        run = Run(topology, preset("diloco", period=4, local_steps=how), saved)
+        place = run.exchange.step, run.exchange.steps_taken
+        run.train(min(until, 9) if i == 1 else until)
+        kept = copy.deepcopy(run.saved())
+        run.train(until)
+        run.exchange.detach()
+        return place, kept
+
+    for how, places in {"by_speed": (4 + 2 + 1, 0), "equal": (16, 16)}.items():
+        first = threaded.values(
+            threaded.islands(lambda i, at, how=how: begun(i, at, how, None, 16), 3)
+        )
+        saved = [first[0][1], first[1][1], None]
+        again = threaded.values(
+            threaded.islands(lambda i, at, how=how, saved=saved: begun(i, at, how, saved[i], 20), 3)
+        )
+        assert [at for (at, _), _ in again] == [16, 16, 16]
+        assert [taken for (_, taken), _ in again] == [16, *places]
 
 
 @in_ranks(2, 2)

@@ -62,15 +62,26 @@ def test_one_rank_call_named_on_every_rank(run_ranks: Any) -> None:
 
 @in_ranks(1)
 def test_one_rank_call_silent_when_common(me: Any) -> None:
-    """A call that all ranks make logs nothing."""
-    patient(0.3, 0.05)
+    """A call that all ranks make logs nothing, however long it takes. The ranks look here, not by
+    the clock: when both are in the call, and when both have noted that.
+    """
+    patient(0.0, 600.0)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     exchange, lines = fsdp_demo.attach(optimizer, "diloco", model=model), heard()
+    look = exchange._calls._look
     with exchange.outer_parameters(model):
-        time.sleep(1.0)
+        for turn in ("in it", "noted", "seen"):
+            me.meet(turn)
+            look()
+        assert lines == []
+        me.meet("alone")
+    if me.rank == 0:
+        with exchange._calls.within("totals()"):
+            look()
+        assert "is in totals()" in lines[0]  # so it would, were the other one elsewhere
+    me.meet("out")
     exchange.finish()
-    assert lines == []
 
 
 # ---- ranks that can never meet -----------------------------------------------------------------
@@ -78,8 +89,8 @@ def test_one_rank_call_silent_when_common(me: Any) -> None:
 HERE = [[3, 30], [4, 40]]  # the last two steps that were begun, with torch's collectives before
 
 
-def place(steps: int, votes: int, collectives: int, marks: Any = HERE) -> sibling_watch.Place:
-    return sibling_watch.Place("finish()", 4, 0.0, [steps, votes, collectives], marks)
+def place(steps: int, votes: int, collectives: int, marks: Any = HERE) -> sibling_watch.RankCall:
+    return sibling_watch.RankCall("finish()", 4, 0.0, [steps, votes, collectives], marks)
 
 
 @pytest.mark.parametrize(("one", "other", "parted"), [

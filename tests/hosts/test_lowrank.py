@@ -22,7 +22,9 @@ from fsdp_demo.hosts.optimizers import materialise
 from fsdp_demo.tools.planner.models import load
 
 from ..oracles.lowrank import first, iterated
+from ..support import threaded
 from ..support.inside import in_ranks, in_threads
+from ..support.plain_loop import PlainLoop
 from ..support.refused import refusal
 from .test_qhadamw import gradients, trained
 
@@ -180,6 +182,96 @@ def test_lowrank_projections_equal_and_compared(me: Any, touched: bool) -> Any:
         return None
     exchange.finish()
     return [t.clone() for t in found]
+
+
+class Life(PlainLoop):
+    """One life of an island of `me.procs` shards, whose gradients do not depend on their number."""
+
+    def __init__(self, me: Any, resume: bool):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(8, 7))
+        if me.procs > 1:
+            fully_shard(model, mesh=me.mesh())
+        made = base_optimizer(LOW, model.named_parameters(), lr=0.01)
+        super().__init__(me.folder.parent / "saved", model, made, LOW, resume)
+
+    def loss(self) -> torch.Tensor:
+        return self.model(gradients(self.exchange.step, 1, 4, 16)[0]).square().mean()
+
+    def numbers(self) -> list[torch.Tensor]:
+        """Projections, then moments, then parameters, whole."""
+        states = [self.optimizer.state.get(p, {}) for p in self.model.parameters()]
+        keys = ("projection", "exp_avg", "exp_avg_sq")
+        kept = [whole(s[key]) for key in keys for s in states if key in s]
+        return [t.detach().clone() for t in [*kept, *map(whole, self.model.parameters())]]
+
+
+def test_lowrank_state_of_other_shards(run_ranks: Any) -> None:
+    """Saved by two shards in the midst of a round, projections come back as they were in one shard
+    and in four, and make the same next ones.
+    """
+
+    def first_life(me: Any) -> Any:
+        life = Life(me, False)
+        saved = life.until(5)
+        life.state.save(life.exchange)
+        life.until(9)
+        return saved, life.close()
+
+    def second_life(me: Any) -> Any:
+        life = Life(me, True)
+        assert life.exchange.step == 5
+        found = life.numbers()
+        life.until(9)
+        return found, life.close()
+
+    (saved, end), _ = run_ranks(first_life, 1, 2)
+    for procs in (1, 4):
+        for found, last in run_ranks(second_life, 1, procs):
+            assert all(map(torch.equal, found, saved))
+            assert not torch.allclose(last[0], saved[0], atol=1e-3)
+            for a, b in zip(last, end, strict=True):
+                assert torch.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@in_ranks(1, 1)
+def test_lowrank_projections_taken_over(behind: bool) -> None:
+    """An island that takes over from another, with nothing of its own or with a state of before,
+    takes its projections: moments are averaged in one basis.
+    """
+    runtime.EVERY = 1  # rounds between comparisons
+
+    def life(topology: Any, steps: int, saved: Any = None) -> Any:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(16, 8)
+        made = base_optimizer(LOW, model.named_parameters(), lr=0.01)
+        if saved is not None:
+            model.load_state_dict(saved[0])
+            made.load_state_dict(copy.deepcopy(saved[1]))
+        state = None if saved is None else saved[2]
+        exchange = fsdp_demo.attach(made, LOW, model=model, topology=topology, state=state)
+        begun = made.state[model.weight]["projection"].clone()
+        for t in range(exchange.step, steps):
+            model(gradients(10 * t + topology.island, 1, 4, 16)[0]).square().mean().backward()
+            made.step()
+            made.zero_grad()
+            if t == 3 and topology.island == 1 and behind:
+                early = copy.deepcopy((model.state_dict(), made.state_dict()))
+                early = (*early, copy.deepcopy(exchange.state_dict()))
+        now = copy.deepcopy((model.state_dict(), made.state_dict(), exchange.state_dict()))
+        kept = now if topology.island == 0 else early if behind and steps < 12 else None
+        moments = made.state[model.weight]["exp_avg"]
+        exchange.detach()
+        return begun, kept, moments
+
+    values = threaded.values
+    saved = [kept for _, kept, _ in values(threaded.islands(lambda i, at: life(at, 9), 2))]
+    assert (saved[1] is None) != behind
+    again = values(threaded.islands(lambda i, at: life(at, 14, saved[i]), 2))
+    (mine, _, _), (theirs, _, _) = again
+    assert torch.equal(mine, theirs)
+    assert torch.equal(mine, saved[0][1]["state"][0]["projection"])
 
 
 @in_threads()

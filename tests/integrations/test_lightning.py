@@ -1,4 +1,4 @@
-"""`ExchangeCallback` of Lightning in two islands: one model at the end, the bits of a plain loop,
+"""`LightningExchange` of Lightning in two islands: one model at the end, the bits of a plain loop,
 stops, resumes, files.
 """
 
@@ -33,7 +33,7 @@ from fsdp_demo.checkpoint.folders import found, misfits  # noqa: E402
 from fsdp_demo.exchange import guard  # noqa: E402
 from fsdp_demo.integrations import lightning_callbacks  # noqa: E402
 from fsdp_demo.integrations.data import tokens_in  # noqa: E402
-from fsdp_demo.integrations.lightning import ExchangeCallback  # noqa: E402
+from fsdp_demo.integrations.lightning import LightningExchange  # noqa: E402
 from fsdp_demo.runlog.files import load  # noqa: E402
 
 from ..support import lightning_script as script  # noqa: E402
@@ -126,7 +126,7 @@ def test_lightning_equals_a_plain_loop(run_ranks: Any, name: str) -> None:
 
     def work(me: Any) -> tuple[torch.Tensor, torch.Tensor]:
         config = fsdp_demo.preset(preset, **changes)
-        callback = ExchangeCallback(preset, **changes)
+        callback = LightningExchange(preset, **changes)
         trainer = fit(me.folder, callback, lambda: Own(config), **settings)
         assert callback.exchange is not None and callback.exchange.step == 8
         assert callback.exchange.digests_equal() in (True, None)
@@ -151,7 +151,7 @@ def test_lightning_several_ranks(run_ranks: Any, kind: str) -> None:
     def work(me: Any) -> tuple[torch.Tensor, list[int]]:
         sharded = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
         make, seen = (Sharded if kind == "fsdp2" else script.Net), Seen()
-        callback = ExchangeCallback("diloco", period=2)
+        callback = LightningExchange("diloco", period=2)
         settings = {"strategy": sharded if kind == "fsdp2" else "ddp", "max_epochs": 1}
         trainer = fit(me.folder, callback, make, [seen], max_steps=-1, **settings)
         assert callback.exchange is not None and callback.exchange.digests_equal() is True
@@ -209,7 +209,7 @@ def test_lightning_stop_and_resume(
         config = fsdp_demo.preset(preset)
         # two ranks stop at the end of an epoch, where a new iterator of the loader draws a number
         dropout = 0.2 if procs == 1 else 0.0
-        seen, callback = Seen(), ExchangeCallback(preset, resume="auto")
+        seen, callback = Seen(), LightningExchange(preset, resume="auto")
         settings = {"accumulate_grad_batches": 2, "max_steps": 12}
         settings |= {"strategy": "ddp"} if procs > 1 else {}
         others = [seen, *([Tell(told)] if told else [])]
@@ -243,7 +243,7 @@ def test_lightning_sigterm_in_validation(run_ranks: Any, everywhere: Any) -> Non
     everywhere.setattr(guard, "leave", left)
 
     def work(me: Any) -> tuple[int, list[int]]:
-        callback = ExchangeCallback("diloco", period=4)
+        callback = LightningExchange("diloco", period=4)
         told, status = [InValidation()] if me.island else [], 0
         try:
             fit(me.folder, callback, None, told, val_check_interval=2)
@@ -264,7 +264,7 @@ def test_lightning_saves_and_ckpt_path(me: Any) -> None:
 
     def run(where: str, **settings: Any) -> Any:
         saver = ModelCheckpoint(me.folder / "files", every_n_train_steps=3, save_top_k=-1)
-        callback = ExchangeCallback("diloco", period=4)
+        callback = LightningExchange("diloco", period=4)
         make = functools.partial(script.Net, 0.2)
         trainer = fit(me.folder / where, callback, make, [saver], max_steps=9, **settings)
         return bits(trainer.model), trainer
@@ -300,7 +300,7 @@ def test_lightning_run_log(run_ranks: Any, everywhere: Any, tmp_path, procs: int
     everywhere.setattr(guard, "leave", left)
 
     def work(me: Any, told: int) -> list[float]:
-        seen, callback = Losses(), ExchangeCallback("diloco", period=3, resume="auto")
+        seen, callback = Losses(), LightningExchange("diloco", period=3, resume="auto")
         saver = ModelCheckpoint(every_n_train_steps=4)
         others = [seen, saver, *([Tell(told)] if told else [])]
         settings = {"log_every_n_steps": 2, "val_check_interval": 4, "max_steps": 10}
@@ -342,13 +342,13 @@ def test_lightning_wish_to_stop(me: Any) -> None:
     """A callback of one island asks to stop: both do at the step of the next exchange, with one
     model; so they do where both ask at the end of an epoch.
     """
-    callback = ExchangeCallback("diloco", period=4)
+    callback = LightningExchange("diloco", period=4)
     trainer = fit(
         me.folder, callback, None, [Tell(5, asks=True)] if me.island else [], max_steps=30
     )
     assert trainer.global_step == 8 and callback.exchange.digests_equal() is True
     early = EarlyStopping("val", min_delta=9.0, patience=1, check_on_train_epoch_end=True)
-    callback = ExchangeCallback("diloco", period=4)
+    callback = LightningExchange("diloco", period=4)
     trainer = fit(me.folder, callback, None, [early], max_steps=100)
     assert trainer.global_step == 20 and callback.exchange.digests_equal() is True
 
@@ -356,7 +356,7 @@ def test_lightning_wish_to_stop(me: Any) -> None:
 @in_ranks(1, 1, env={"ISLAND_COUNT": ""})
 def test_lightning_alone(me: Any) -> None:
     """Alone the method acts with one replica, and files stay where they are without it."""
-    callback = ExchangeCallback("diloco", period=2)
+    callback = LightningExchange("diloco", period=2)
     trainer = fit(me.folder, callback, None, [ModelCheckpoint(me.folder / "files")])
     assert callback.exchange is not None and callback.exchange.step == 8
     assert trainer.default_root_dir == str(me.folder) and [*(me.folder / "files").glob("*.ckpt")]
@@ -379,7 +379,8 @@ BY_SPEED = fsdp_demo.preset("diloco", local_steps="by_speed")
         (BY_SPEED, {}, script.Net, "local_steps='by_speed': its Trainer counts"),
         ("diloco", {}, Manual, "automatic_optimization=False: call"),
         ("diloco", {"precision": "16-true"}, script.Net, "take 'bf16-mixed'"),
-        ("diloco", {"callbacks": [ExchangeCallback("full")]}, script.Net, "two ExchangeCallbacks"),
+        ("diloco", {"callbacks": [LightningExchange("full")]}, script.Net,
+         "two LightningExchanges"),
         ("diloco", {"callbacks": [GradientAccumulationScheduler({0: 2})]}, script.Net,
          "accumulate_grad_batches=N"),
     ],
@@ -390,7 +391,7 @@ def test_lightning_refusals(monkeypatch, tmp_path, preset, settings, net, text) 
     for name, value in variables.items():
         monkeypatch.setenv(f"ISLAND_{name}", value)
     with pytest.raises(ValueError) as refused:
-        fit(tmp_path, ExchangeCallback(preset), net, settings.pop("callbacks", ()), **settings)
+        fit(tmp_path, LightningExchange(preset), net, settings.pop("callbacks", ()), **settings)
     assert text in str(refused.value)
 
 
@@ -411,7 +412,7 @@ def test_lightning_strategies_refused(kinds: tuple[str, str], text: str) -> None
     trainer = SimpleNamespace(strategy=type(kinds[0], (base,), {})(), callbacks=[])
     trainer.precision, trainer.gradient_clip_val = "32-true", None
     with pytest.raises(ValueError) as refused:
-        ExchangeCallback("diloco")._refuse(trainer, script.Net(), [])
+        LightningExchange("diloco")._refuse(trainer, script.Net(), [])
     assert text in str(refused.value)
 
 
@@ -419,7 +420,7 @@ def test_lightning_refuses_drop() -> None:
     """Its accumulation leaves no micro-batch out."""
     trainer = SimpleNamespace(strategy=type("DDPStrategy", (), {})(), callbacks=[], precision="32")
     with pytest.raises(ValueError, match="drop: Lightning accumulates"):
-        ExchangeCallback("demo", drop={"limit": 1.0})._refuse(trainer, script.Net(), 0)
+        LightningExchange("demo", drop={"limit": 1.0})._refuse(trainer, script.Net(), 0)
 
 
 def test_lightning_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,10 +428,10 @@ def test_lightning_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     in a sentence.
     """
     assert lightning_callbacks() == []
-    assert not [c for c in Trainer(**NAMED).callbacks if isinstance(c, ExchangeCallback)]
+    assert not [c for c in Trainer(**NAMED).callbacks if isinstance(c, LightningExchange)]
     monkeypatch.setenv("ISLAND_EXCHANGE", "diloco")
     monkeypatch.setenv("ISLAND_EXCHANGE_SET", "period=7")
-    (made,) = [c for c in Trainer(**NAMED).callbacks if isinstance(c, ExchangeCallback)]
+    (made,) = [c for c in Trainer(**NAMED).callbacks if isinstance(c, LightningExchange)]
     assert made.config.channels[0].schedule.sync_every == 7
     monkeypatch.setenv("ISLAND_EXCHANGE", "dilco")
     with pytest.raises(ValueError, match="dilco"):

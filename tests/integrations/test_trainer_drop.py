@@ -54,11 +54,12 @@ def gradients(everyone, divisor):
 @in_ranks(2, 2, timeout=120)
 def test_trainer_drop_gradient_and_counts(me, divisor, fsdp):
     """Dropped micro-batches are drawn and not computed; the gradient has the divisor that was asked
-    for, and tokens are those trained on."""
+    for, and tokens are those trained on, as the Trainer counts them, too."""
     now, taken, seen = [0.0], [], Watch()
     drop.clock = lambda: now[0]
     line = script.one_line("diloco", period=2, drop={"limit": 2.5, "divisor": divisor})
     plan = {"gradient_accumulation_steps": N, "max_steps": 2, "max_grad_norm": 0.0}
+    plan |= {"include_num_input_tokens_seen": "all"}
     made = script.trainer(
         me.folder / "out",
         line,
@@ -80,6 +81,10 @@ def test_trainer_drop_gradient_and_counts(me, divisor, fsdp):
     assert len(taken) == 2 * per_step and seen.drawn == 2 * (N - 1)
     assert exchange.drop.dropped == 2 * (N - per_step)
     assert exchange.tokens == sum(batch["input_ids"].numel() for batch in taken)
+    flops = sum(made.floating_point_ops(batch) for batch in taken)
+    counts = torch.tensor([float(exchange.tokens), float(flops)])
+    torch.distributed.all_reduce(counts)
+    assert [made.state.num_input_tokens_seen, made.state.total_flos] == counts.tolist()
     first = [{k: v.tolist() for k, v in batch.items()} for batch in taken[:per_step]]
     everyone = [None, None]
     torch.distributed.all_gather_object(everyone, first)

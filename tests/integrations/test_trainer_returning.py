@@ -6,8 +6,11 @@ import logging
 import os
 import time
 
+import pytest
 import torch
 from transformers import TrainerCallback
+
+from fsdp_demo.exchange.pace import Pace
 
 from ..exchange.test_survivors import ENV
 from ..support import trainer_script as script
@@ -56,18 +59,31 @@ class Life(TrainerCallback):
 def life(me, dies=0):
     lines, folder = heard(logging.INFO), me.folder.parent
     watch = Life(folder / "come", me.island == 1 and not dies, dies)
-    line, plan = one_line("diloco", period=5), {"callbacks": [watch], **PLAN}
+    pytest.MonkeyPatch().setattr(Pace, "seconds", lambda self, device: 1.0)  # equally fast
+    changes = {"period": 2, "local_steps": "by_speed"}
+    line, plan = one_line("diloco", **changes), {"callbacks": [watch], **PLAN}
     trainer = script.trainer(folder / f"disk{me.island}", line, **plan)
+    step, drawn = trainer.training_step, list[torch.Tensor]()
+    trainer.training_step = lambda model, inputs, *args: (
+        drawn.append(inputs["input_ids"].clone()),
+        torch.save(drawn, folder / "drawn.pt") if dies else None,
+        step(model, inputs, *args),
+    )[2]
     if watch.back:
         (folder / "coming").touch()
     trainer.train(resume_from_checkpoint="auto")
+    if watch.back:
+        assert script.exchange_of(trainer).steps_taken == 4 + len(drawn) < trainer.state.global_step
+        again = torch.load(folder / "drawn.pt")[4:]  # drawn and lost with the steps behind the save
+        assert len(again) == 2 and all(map(torch.equal, again, drawn))
     said = [t for t in lines if "MiB fetched" in t or "begin anew" in t or "go on from" in t]
     return script.parameters(trainer), (watch.rates, watch.clocks), said
 
 
 def test_trainer_returning_keeps_own_moments(run_ranks):
     """An island that comes back goes on with moments of its own: those of `diloco`, with AdamW
-    inside. The Trainer's own methods load them.
+    inside. The Trainer's own methods load them. Where islands may take unlike steps it goes on
+    behind the rows of its checkpoint.
     """
 
     def run(me):

@@ -10,6 +10,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 
+from fsdp_demo.launch.processes import reserve_port
+
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
 
@@ -17,8 +19,11 @@ YAMLS = sorted(path.name for path in (RECIPES / "accelerate").glob("*.yaml"))
 
 
 def exported(name, *options):
-    """The environment that `accelerate launch --config_file name` gives the script."""
-    words = ["--config_file", str(RECIPES / "accelerate" / name), *options, "script.py"]
+    """The environment that `accelerate launch --config_file name` gives the script. The port of a
+    mesh file is fixed, and another process may hold it.
+    """
+    options += ("--main_process_port", str(reserve_port()), "script.py")
+    words = ["--config_file", str(RECIPES / "accelerate" / name), *options]
     args, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
     return prepare_multi_gpu_env(args)
 

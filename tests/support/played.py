@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Self
 
+from fsdp_demo.launch.processes import reserve_port
+
 ROOT = Path(__file__).parents[2]
 SMALL = "--sequence-length 32 --batch-size 1 --eval-batches 1 --eval-every 0 --log-every 2 "
 SMALL += "--set schedule.sync_every=2"
@@ -41,7 +43,7 @@ class Played:
 
     def spawn(self, words: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
         """A process; each has a port of its own for torchrun, since they share this machine."""
-        port = {"PET_MASTER_PORT": str(20_000 + os.getpid() % 1000 * 10 + len(self.running))}
+        port = {"PET_MASTER_PORT": str(reserve_port())}
         with open(self.folder / "log", "a") as log:
             how = dict(cwd=self.folder, stdout=log, stderr=log, env=self.env | port | env)
             self.running.append(subprocess.Popen(words, **how))  # type: ignore[call-overload]

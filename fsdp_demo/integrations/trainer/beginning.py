@@ -36,7 +36,7 @@ from ...errors import NeedsDecision, see
 from ...exchange.exchange import Exchange
 from ...files import read_json
 from ...rendezvous.topology import Topology
-from .clock import begin_at, place_of
+from .clock import begin_at
 from .engine import engine_of
 from .evaluation import Evaluations
 from .joining import KINDS, TakeOver, common_state, load_moments, move_to
@@ -87,7 +87,7 @@ class Beginning:
         after = ExitStack()
         after.callback(manager.close)
         if isinstance(where, str) and not fresh:
-            begin_at(trainer, place_of(Path(where), topology), after)
+            begin_at(trainer, Path(where) / "exchange", topology, after)
         given = None if taken else where
         return cls(given, taken, joins, is_named(wanted), fresh, after, manager)
 
@@ -111,7 +111,7 @@ class Beginning:
             "lr_scheduler_kwargs": str(args.lr_scheduler_kwargs),
         }
         own = self.joins and not self.fresh and engine is None
-        moments = own and load_moments(trainer, self.manager)
+        moments = load_moments(trainer, self.manager) if own else None
         # with a state of the exchange islands may stand at unlike steps between two exchanges
         if self.fresh:
             facts["at"] = self.taken.step if self.taken else state.global_step
@@ -122,7 +122,7 @@ class Beginning:
             topology=topology,
             must_match=facts | Evaluations.facts(trainer),
             step=state.global_step,
-            state=self._state(trainer, topology),
+            state=open_state(moments) if moments else self._state(trainer),
             batch=(args.per_device_train_batch_size, args.gradient_accumulation_steps),
             # questions to the islands come first: one that has to catch up waits for those that it
             # asks
@@ -136,7 +136,7 @@ class Beginning:
         # on with this optimizer
         self.after.callback(exchange.detach)
         if exchange.newcomer or self.taken:
-            told = move_to(trainer, exchange, self.taken, self.after, moments)
+            told = move_to(trainer, exchange, self.taken, self.after, bool(moments))
             warn(trainer, topology, told)
         elif exchange.step != state.global_step:
             raise ValueError(
@@ -159,7 +159,7 @@ class Beginning:
         )
         exchange.accept_parameters()
 
-    def _state(self, trainer: Trainer, topology: Topology) -> SavedExchange | None:
+    def _state(self, trainer: Trainer) -> SavedExchange | None:
         """The exchange's saved state for `attach`; None where it begins anew."""
         if self.joins or self.fresh or not trainer.state.global_step:
             return None

@@ -25,12 +25,13 @@ from ...rendezvous.topology import Topology
 
 
 class Clock:
-    """Keeps the Trainer at the step of its exchange. It does nothing where all take all steps."""
+    """Keeps the Trainer at the step of its exchange, and its counts at what was trained on."""
 
     def __init__(self, trainer: Trainer, exchange: Exchange):
         self._trainer, self._exchange = trainer, exchange
         self._left_out, self._before = self._left_out_so_far(), exchange.step
         self._owed: set[str] = set()
+        self._counted: tuple[Any, ...] = ()  # ahead of a micro-batch that is dropped
         if exchange.config.by_speed:  # `auto` does not choose it for a clock that nobody moves
             exchange.on_left_out(self._step_rate)
 
@@ -50,6 +51,16 @@ class Clock:
         # by these it divides the sum of the losses of own steps
         trained._globalstep_last_logged += ticks
         trained._initial_global_step += ticks
+
+    def take_back(self, dropped: bool) -> bool:
+        """Ahead of a micro-batch, which may be `dropped` (the answer): take back what the Trainer
+        has counted of the one before, if that was. The last one of a step never is."""
+        trained: Any = self._trainer
+        if self._counted:
+            trained.state.num_input_tokens_seen, trained.current_flos = self._counted
+        now = trained.state.num_input_tokens_seen, trained.current_flos
+        self._counted = now if dropped else ()
+        return dropped
 
     def settle(self, args: Any, state: Any, control: Any) -> None:
         """At the end of a step ask for what was due in the ticks since the last one."""
@@ -94,20 +105,11 @@ def problems(trainer: Trainer, topology: Topology) -> Iterator[tuple[bool, str]]
     )
 
 
-def place_of(checkpoint: Path, topology: Topology) -> int:
-    """Ticks that this island had left out when a checkpoint was made; 0 where the rows are dealt
-    anew, to another number of islands.
-    """
-    folder, mine = checkpoint / "exchange", (topology.islands, topology.island)
-    heads = load_exchange(folder).heads if folder.is_dir() else []
-    own = [h for h in heads if (h["islands"], h["island"]) == mine]
-    return int(own[0].get("left_out", 0)) if own else 0
-
-
-def begin_at(trainer: Any, left_out: int, undo: ExitStack) -> None:
+def begin_at(trainer: Any, saved: Path, topology: Topology, undo: ExitStack) -> None:
     """Have the Trainer skip the rows of this island's own steps on a resume, not those of all
-    ticks. undo: gets what must be undone when training is over.
+    ticks, by the `saved` exchange. undo: gets what must be undone when training is over.
     """
+    left_out = load_exchange(saved).left_out(topology) if saved.is_dir() else 0
     if not left_out:
         return
     original = trainer._init_training_state

@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -50,10 +51,10 @@ class TakeOver:
     state: dict[str, Any] = field(default_factory=dict)
 
 
-def load_moments(trainer: Trainer, manager: CheckpointManager) -> bool:
-    """Load the newest checkpoint of this island with the Trainer's own methods; whether there is
-    one that `moments_in` accepts. Before `attach`, which replaces what replicas share; all ranks of
-    the island call it together.
+def load_moments(trainer: Trainer, manager: CheckpointManager) -> Path | None:
+    """Load the newest checkpoint of this island with the Trainer's own methods, if there is one
+    that `moments_in` accepts; its folder, or None. Before `attach`, which replaces what replicas
+    share; all ranks of the island call it together.
     """
     trained: Any = trainer
 
@@ -65,11 +66,11 @@ def load_moments(trainer: Trainer, manager: CheckpointManager) -> bool:
     step = manager.ranks.from_first(newest)
     folder = manager.path(step)
     if step < 0 or moments_in(folder, manager.topology, manager.ranks) is None:
-        return False
+        return None
     wrapped = [trained.model_wrapped] if trained.is_fsdp_enabled else []
     trained._load_from_checkpoint(str(folder), *wrapped)
     trained._load_optimizer_and_scheduler(str(folder))
-    return True
+    return folder
 
 
 def move_to(
@@ -81,14 +82,14 @@ def move_to(
     Args:
         taken: of an island that takes over at the start; None for one that joins a run.
         undo: gets what must be undone when training is over.
-        moments: the answer of `load_moments`.
+        moments: whether `load_moments` has found some.
     """
     trained: Any = trainer
     step, args = exchange.step, trainer.args
     loader = trained.callback_handler.train_dataloader
     values: Any = trainer.set_initial_training_values(args, loader)
     per_epoch, in_epoch = values[1], values[5]
-    epochs, behind = divmod(step, per_epoch)
+    epochs, behind = divmod(exchange.steps_taken, per_epoch)
     told = taken.state if taken is not None else exchange.told.get("state")
     batches = behind * args.gradient_accumulation_steps
     epoch = epochs + min(batches, in_epoch) / in_epoch
@@ -110,7 +111,8 @@ def move_to(
 def sentence(trainer: Any, exchange: Exchange, taken: TakeOver | None, moments: bool) -> str:
     """The sentence for the log: what was taken over, and what begins anew."""
     args, step = trainer.args, exchange.step
-    rows = "" if args.ignore_data_skip else ", rows are skipped up to there"
+    there = "there" if exchange.steps_taken == step else f"its own step {exchange.steps_taken}"
+    rows = "" if args.ignore_data_skip else f", rows are skipped up to {there}"
     text = (
         f"joined the others at step {step}{rows}"
         if taken is None

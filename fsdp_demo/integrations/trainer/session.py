@@ -303,7 +303,7 @@ class Session(TrainerCallback):
         trainer: Any = self._trainer
         of, micro = trainer.current_gradient_accumulation_steps, self._micro
         self._micro, self._left = (micro + 1) % of, 0.0
-        if exchange.time_is_up(micro, of):
+        if self._clock.take_back(exchange.time_is_up(micro, of)):
             return True
         self._taken = [*self._taken, inputs] if micro else [inputs]
         if not self._micro and items is not None and len(self._taken) < of:
