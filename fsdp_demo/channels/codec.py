@@ -14,6 +14,7 @@ The mean is decoded window by window (`decode.py`), so that no workspace is made
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +29,52 @@ from ..config.channel import Channel
 from ..config.names import FORMATS
 from ..config.parts import BLOCK
 from .decode import DecodedMean, DenseMean, FusedMean, QuantizedMean, SeededMean, SparseMean
+
+
+@dataclass
+class ChannelPayload:
+    """The payload of one channel at one step, on the shards' device.
+
+    Attributes:
+        step: in which it is sent.
+        body: the channel's section of the body (uint8); None where there are vectors.
+        vectors: fp32, to be reduced.
+        own: the replica's own source where it is needed later (a delta that stays in flight or is
+            applied locally; delayed parameters).
+        present: which tensors had a gradient; of gradient channels.
+        partial: it is sent inside a round, by `finish()`: its mean is applied plainly.
+    """
+
+    step: int
+    body: Tensor | None = None
+    vectors: list[Tensor] = field(default_factory=list)
+    own: Tensor | None = None
+    present: list[bool] | None = None
+    partial: bool = False
+
+    def to(self, device: torch.device) -> ChannelPayload:
+        """A copy of this payload with its tensors on `device`."""
+        body, own = (t if t is None else t.to(device) for t in (self.body, self.own))
+        return replace(self, body=body, own=own, vectors=[v.to(device) for v in self.vectors])
+
+
+@dataclass(frozen=True)
+class Received:
+    """The payloads of all replicas for one channel, cut out of a message and not decoded.
+
+    Attributes:
+        bodies: its section from every replica, uint8 [num_bytes], in rank order; empty where it is
+            reduced.
+        means: its reduced vectors, fp32; empty where it is gathered.
+        weights: each replica's share in its mean.
+        present: of a gradient channel, which of its tensors any replica had a gradient for; else
+            None.
+    """
+
+    bodies: Sequence[Tensor]
+    means: Sequence[Tensor]
+    weights: Sequence[float]
+    present: list[bool] | None = None
 
 
 class ChannelCodec:
