@@ -56,8 +56,6 @@ class IslandOptimizers(OptimizersContainer):
             raise ValueError(
                 "pipeline_parallel_degree above 1: ranks of an island must hold one model; set 1"
             )
-        if self._config.exchange.drop is not None:
-            raise ValueError("drop: torchtitan accumulates in a loop of its own: leave it out")
         training, step = trainer.config.training, trainer.step - 1
         config, norm = self._config.exchange.clipped_once(training.max_norm)
         training.max_norm = norm or math.inf
@@ -138,6 +136,8 @@ def optimizer(
             "local_steps='by_speed': torchtitan counts its steps in a loop of its own, which takes "
             "each of them; leave it 'equal'"
         )
+    if config.drop is not None:
+        raise ValueError("drop: torchtitan accumulates in a loop of its own: leave it out")
     if type(cfg) is not OptimizersContainer.Config or "clip" in changes:
         raise ValueError(
             f"clip={changes.get('clip')}, {type(cfg).__qualname__}: the norm that clips is "

@@ -96,9 +96,8 @@ class IslandGroup(Ranks):
             scalar there, and the gradients are zeros then.
         """
         present = [g for g in gradients if g is not None]
-        square = self._square(
-            present, [n for g, n in zip(gradients, repeats, strict=False) if g is not None]
-        )
+        held = [n for g, n in zip(gradients, repeats, strict=False) if g is not None]
+        square = self._square(present, held)
         if across is None and self._on_device():
             return self._clip_there(present, square, limit)
         value = float(square)

@@ -17,7 +17,8 @@ import torch
 from transformers import Trainer
 from transformers.utils import logging as hf_logging
 
-from ...config.load import changed, load_config, preset
+from ...attaching import settled
+from ...config.load import preset
 from ...config.methods import presets
 from ...config.schema import ExchangeConfig
 from ...errors import see
@@ -244,17 +245,14 @@ def exchange_optimizer(
         0.001
     """
     decay = changes.pop("weight_decay", None)
-    config = load_config(config, changes) if isinstance(config, str) else changed(config, changes)
-    if lr is None and config.lr is None:
+    config = settled(config, changes)
+    lr = config.lr if lr is None else lr
+    if lr is None:
         raise ValueError(
             f"preset {config.preset!r} has no published learning rate: pass "
             "lr=training_args.learning_rate"
         )
-    return _Factory, {
-        "config": config,
-        "lr": lr if lr is not None else config.lr,
-        "weight_decay": decay,
-    }
+    return _Factory, {"config": config, "lr": lr, "weight_decay": decay}
 
 
 class _Factory:
