@@ -206,7 +206,7 @@ class SparseMean(DecodedMean):
             coded = self._coded[stretch.group]
             place, found = sparse.decode_window(stretch, coded, self.codec, known)
             if self.reducer.clip == "median_norm":
-                found = _clipped(found)
+                found = found * _factors(found)[:, :, None]
             self._latest = stretch, place, found
         stretch, place, found = self._latest
         first = window.first - stretch.first
@@ -331,14 +331,10 @@ class SeededMean(DecodedMean):
         )
 
 
-def _clipped(found: Tensor) -> Tensor:
-    """Scale each replica's values of a block [R, n, k] to the median norm at most."""
-    return found * _factors(found)[:, :, None]
-
-
 def _factors(found: Tensor) -> Tensor:
-    """min(1, median / norm) of each replica's values of a block, fp32 [R, n], the median being that
-    of the replicas' norms of that block (the mean of the middle two of an even number)."""
+    """min(1, median / norm) of each replica's values of a block, by which they have the median norm
+    at most: fp32 [R, n] from values [R, n, k]. The median is that of the replicas' norms of that
+    block (the mean of the middle two of an even number)."""
     norms = found.norm(dim=2)
     ordered = norms.sort(0).values
     median = (ordered[(len(found) - 1) // 2] + ordered[len(found) // 2]) / 2

@@ -134,10 +134,11 @@ class Rendezvous:
     def _look(self, store: Store) -> dict[int, Announcement]:
         """As `_meet`, where the run is under way: who has been announced, and this one."""
         topology, position, mine = self._topology, self._position, self._announcement()
-        infos = {}
-        for i in range(topology.islands):
-            if store.get(self._first(i)):
-                infos[i] = self._note(store, i)
+        infos = {
+            i: store.note(self._first(i), f"island {i}", Announcement)
+            for i in range(topology.islands)
+            if store.get(self._first(i))
+        }
         self._compare({i: info for i, info in infos.items() if i != topology.island})
         active_copies = min(info["copies"] for info in infos.values())
         if position.num_copies < active_copies:
@@ -158,10 +159,6 @@ class Rendezvous:
         """Tell the others of this island, on its first rank."""
         if (self._position.shard, self._position.copy) == (0, 0):
             store.set(self._first(self._topology.island), json.dumps(self._announcement()))
-
-    def _note(self, store: Store, island: int) -> Announcement:
-        """What the first rank of an island has announced."""
-        return store.note(self._first(island), f"island {island}", Announcement)
 
     def _announcement(self) -> Announcement:
         return {
@@ -224,12 +221,8 @@ class Rendezvous:
             topology.island, rank, ranks, dict(enumerate(names)), ranks, topology.rank
         )
         limits = Limits(topology.dead, topology.stall, topology.least)
-
-        def own_store() -> Store:
-            """A connection of its own, below the keys of this meeting."""
-            return topology.open_store(topology.question).under(self.prefix)
-
-        common = own_store, self._link, limits, user
+        own = lambda: topology.open_store(topology.question).under(self.prefix)  # noqa: E731
+        common = own, self._link, limits, user
         if self._late:
             met = newcomer_peers(meeting, place, pulse.taken.life, *common)
         else:

@@ -97,18 +97,9 @@ class Evaluations:
         args, state = trainer.args, trainer.state
         if not _decides(trainer):
             return {}
-        same = (
-            "eval_strategy",
-            "eval_delay",
-            "save_strategy",
-            "metric_for_best_model",
-            "greater_is_better",
-        )
-        return {
-            "eval_steps": state.eval_steps,
-            "save_steps": state.save_steps,
-            **{name: str(getattr(args, name)) for name in same},
-        }
+        same = ("eval_strategy", "eval_delay", "save_strategy", "metric_for_best_model")
+        facts = {name: str(getattr(args, name)) for name in (*same, "greater_is_better")}
+        return {"eval_steps": state.eval_steps, "save_steps": state.save_steps, **facts}
 
     def _due(self) -> bool:
         """Whether every island evaluates at this step."""
@@ -183,7 +174,5 @@ def check_best(exchange: Exchange, steps: range) -> None:
 
 def _decides(trainer: Trainer) -> bool:
     """Whether a metric decides about the model: the best checkpoint, or the learning rate."""
-    return bool(trainer.args.load_best_model_at_end) or type(trainer.lr_scheduler).__name__ in (
-        "ReduceLROnPlateau",
-        "GreedyLR",
-    )
+    by_metric = type(trainer.lr_scheduler).__name__ in ("ReduceLROnPlateau", "GreedyLR")
+    return bool(trainer.args.load_best_model_at_end) or by_metric
