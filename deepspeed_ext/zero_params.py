@@ -135,10 +135,8 @@ class ZeroHost(TrainingHost):
         for i, master in enumerate(masters):
             if made := fresh_state(inner, self.partitions.group_of(i), master):
                 inner.state[master] = made
-        if not type(inner).__module__.startswith("deepspeed.") or self.optimizer_names[0] not in (
-            "Adam",
-            "AdamW",
-        ):
+        theirs = type(inner).__module__.startswith("deepspeed.")
+        if not theirs or self.optimizer_names[0] not in ("Adam", "AdamW"):
             return
         kept = [{key: g[key] for key in ("lr", "weight_decay")} for g in inner.param_groups]
         for g in inner.param_groups:

@@ -178,12 +178,8 @@ class ChannelRunner(LocalChannel):
                     work = part.of(self.accumulator)
                     made.add_from(part, memory, work, beta, gain * common)
                     continue
-                x = self._source(
-                    part,
-                    memory,
-                    flying,
-                    made.room(part, exact=delta or keep is not None or bool(rates)),
-                )
+                room = made.room(part, exact=delta or keep is not None or bool(rates))
+                x = self._source(part, memory, flying, room)
                 if keep is not None:
                     part.of(keep).copy_(x)
                 x = part.scale(x, rates) if rates else x
@@ -234,11 +230,8 @@ class ChannelRunner(LocalChannel):
             work = self.accumulator.clone() if whole else self.accumulator
         else:
             assert source is not None
-            work = transform(
-                self.channel.codec,
-                self.layout,
-                source.clone() if self.channel.needs_own else source,
-            )
+            work = source.clone() if self.channel.needs_own else source
+            work = transform(self.channel.codec, self.layout, work)
         out.own = source if self.channel.needs_own else None
         if self.measures and not self.plain:  # in the transform domain, where a norm is the same
             self.square = torch.linalg.vector_norm(work).square()

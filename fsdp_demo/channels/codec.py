@@ -271,18 +271,10 @@ class ChannelCodec:
         """For each group of blocks the places that `step` sends, int64 [count, k]."""
         number = max(self.channel.schedule.round(step) - 1, 0)
         if self._known is None or self._known[0] != number:
-            found = {}
+            found, select = {}, self.codec.select
             for g in self.layout.groups:
-                count = 1 if self.codec.selection.alike else g.count
-                inside = seeded(
-                    self.codec.select,
-                    g.r * g.s,
-                    g.k(self.codec.topk),
-                    count,
-                    number,
-                    self.seed,
-                    self.device,
-                )
+                count, k = 1 if self.codec.selection.alike else g.count, g.k(self.codec.topk)
+                inside = seeded(select, g.r * g.s, k, count, number, self.seed, self.device)
                 place = inside if g.s == EDGE else inside // g.s * EDGE + inside % g.s
                 found[g] = place.expand(g.count, -1)
             self._known = (number, found)
@@ -296,11 +288,7 @@ class ChannelCodec:
         for w in self.layout.windows(work.device):
             if w.group is not None:
                 place = positions[w.group][w.first : w.first + w.count]
-                torch.gather(
-                    w.of(work).view(-1, BLOCK),
-                    1,
-                    place,
-                    out=chosen[at : at + place.numel()].view(place.shape),
-                )
+                part = chosen[at : at + place.numel()].view(place.shape)
+                torch.gather(w.of(work).view(-1, BLOCK), 1, place, out=part)
                 at += place.numel()
         return [chosen, self.layout.dense_part(work).clone()]

@@ -57,9 +57,8 @@ class DecodedMean:
     def add_to(self, work: Tensor, alpha: float) -> None:
         """work += alpha times the mean, on a whole workspace."""
         windows = self.layout.windows(self.device)
-        room = torch.empty(
-            max((w.numel for w in windows), default=0), device=self.device, dtype=torch.float32
-        )
+        most = max((w.numel for w in windows), default=0)
+        room = torch.empty(most, device=self.device, dtype=torch.float32)
         for w in windows:
             w.of(work).add_(self.fill(w, room[: w.numel]), alpha=alpha)
 
@@ -153,12 +152,8 @@ class SparseMean(DecodedMean):
             return values * (weights / sum(self.weights))
         few = equal and size < 256  # then bytes do: a quarter of the memory to jump about in
         if self._counts is None or len(self._counts) < len(values):
-            self._counts = torch.empty(
-                len(values),
-                BLOCK,
-                dtype=torch.uint8 if few else torch.float32,
-                device=values.device,
-            )
+            dtype = torch.uint8 if few else torch.float32
+            self._counts = torch.empty(len(values), BLOCK, dtype=dtype, device=values.device)
         counts, sent = self._counts[: len(values)].zero_(), values != 0
         self._add(counts, places, sent.view(torch.uint8) if few else sent * weights)
         count = counts.gather(1, places)
@@ -215,9 +210,8 @@ class SparseMean(DecodedMean):
     def _whole(self) -> Tensor:
         """The mean of what is sent whole, over all replicas."""
         if self._dense is None:
-            self._dense = torch.zeros(
-                self.layout.num_dense, device=self.device, dtype=torch.float32
-            )
+            number = self.layout.num_dense
+            self._dense = torch.zeros(number, device=self.device, dtype=torch.float32)
             for body, w in zip(self.bodies, self.weights, strict=True):
                 self._dense.add_(sparse.decode_dense(self.layout, self.codec, body), alpha=w)
             self._dense.div_(sum(self.weights))

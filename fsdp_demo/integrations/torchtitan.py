@@ -6,7 +6,6 @@ torchtitan 0.3.0, `config/override.py`, `Trainer.train`.
 
 from __future__ import annotations
 
-import inspect
 import io
 import math
 from contextlib import ExitStack
@@ -26,6 +25,7 @@ from ..config.schema import ExchangeConfig
 from ..errors import Stopped
 from ..exchange.exchange import Exchange
 from ..exchange.guard import guard
+from ..hosts.step_checks import callers
 from ..rendezvous.topology import Topology
 
 
@@ -117,11 +117,9 @@ def _save_now(trainer: Any) -> None:
 
 def _trainer_of(optimizers: IslandOptimizers) -> Any:
     """The Trainer, which no optimizer is told of: the next one up the call stack."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if getattr(found := frame.f_locals.get("self"), "optimizers", None) is optimizers:
+    for found in (frame.f_locals.get("self") for frame in callers()):
+        if getattr(found, "optimizers", None) is optimizers:
             return found
-        frame = frame.f_back
     raise RuntimeError("these optimizers need torchtitan's Trainer: else call fsdp_demo.attach")
 
 

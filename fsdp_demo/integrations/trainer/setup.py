@@ -7,7 +7,6 @@ other replicas.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import os
 import signal
@@ -24,6 +23,7 @@ from ...config.schema import ExchangeConfig
 from ...errors import see
 from ...exchange import summary
 from ...hosts.optimizers import base_optimizer, check_inner, optimizer_kind
+from ...hosts.step_checks import callers
 from ...rendezvous.topology import Topology
 from ..mesh import ExchangeParallelismConfig, mesh_topology, refuse_hsdp
 from .clock import problems
@@ -57,14 +57,12 @@ def find_trainer(callback: Any) -> Trainer:
     Raises:
         RuntimeError: nobody up there is a Trainer with this callback.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        found = frame.f_locals.get("self")
-        if isinstance(found, Trainer) and callback in getattr(
-            getattr(found, "callback_handler", None), "callbacks", []
-        ):
+    trainers = (frame.f_locals.get("self") for frame in callers())
+    for found in (found for found in trainers if isinstance(found, Trainer)):
+        # one that is being built may have none yet
+        handler: Any = getattr(found, "callback_handler", None)
+        if callback in getattr(handler, "callbacks", ()):
             return found
-        frame = frame.f_back
     raise RuntimeError(
         "ExchangeCallback works inside a transformers.Trainer: pass it as "
         "Trainer(callbacks=[...]), or call set_trainer()"

@@ -43,12 +43,8 @@ class Stops:
     def hold(self, control: Any) -> None:
         """Take a callback's wish out of `control`, until all islands have heard it."""
         exchange = self._live()
-        if (
-            exchange is not None
-            and not self.ending
-            and control.should_training_stop
-            and exchange.topology.islands > 1
-        ):
+        holds = exchange is not None and exchange.topology.islands > 1 and not self.ending
+        if holds and control.should_training_stop:
             control.should_training_stop = False
             self.ask("a callback")
 
