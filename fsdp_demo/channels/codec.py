@@ -228,9 +228,8 @@ class ChannelCodec:
         Over "senders": sum of w v over those whose value there is not zero, divided by the sum of
         their w; dense elements always over all replicas.
         """
-        return self._received(
-            [b for b, w in zip(bodies, weights, strict=True) if w], [w for w in weights if w], step
-        )
+        kept = [(b, w) for b, w in zip(bodies, weights, strict=True) if w]
+        return self._received([b for b, _ in kept], [w for _, w in kept], step)
 
     def reduced(self, means: Sequence[Tensor], step: int) -> DecodedMean:
         """Reduced means of the vectors, zero where nothing was sent."""

@@ -300,9 +300,8 @@ class SeededMean(DecodedMean):
     def fill(self, window: Window, out: Tensor) -> Tensor:
         if window.group is None:
             start = self.layout.num_blocks * BLOCK
-            return out.copy_(
-                self._dense[window.begin - start : window.end - start], non_blocking=True
-            )
+            part = self._dense[window.begin - start : window.end - start]
+            return out.copy_(part, non_blocking=True)
         place, values = self._of(window)
         out.zero_().view(-1, BLOCK).scatter_(1, place, values)
         return out
@@ -320,9 +319,8 @@ class SeededMean(DecodedMean):
         assert window.group is not None
         place = self._positions[window.group][window.first : window.first + window.count]
         start = self._starts[window.group] + window.first * place.shape[1]
-        return place, self._chosen[start : start + place.numel()].view(place.shape).to(
-            place.device, non_blocking=True
-        )
+        found = self._chosen[start : start + place.numel()].view(place.shape)
+        return place, found.to(place.device, non_blocking=True)
 
 
 def _factors(found: Tensor) -> Tensor:

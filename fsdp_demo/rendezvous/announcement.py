@@ -91,9 +91,8 @@ class Rendezvous:
         """Open the store, and settle which keys this meeting has."""
         topology = self._topology
         if topology.rank == 0:
-            environment.warn_of_open(
-                split_endpoint(topology.endpoint), topology.address, topology.token
-            )
+            place = split_endpoint(topology.endpoint)
+            environment.warn_of_open(place, topology.address, topology.token)
         store = topology.open_store()
         store.deadline = topology.timeout
         run = topology.endpoint, topology.run

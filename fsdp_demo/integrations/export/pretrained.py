@@ -227,9 +227,8 @@ def _choice(
     if missing:
         return None, missing
     parts = tuple((*there[i], i) for i in needed)
-    return Chosen(
-        "replica" if kind == "mean" and island is not None else kind, step, config, parts
-    ), []
+    kind = "replica" if kind == "mean" and island is not None else kind
+    return Chosen(kind, step, config, parts), []
 
 
 # ---- folder ------------------------------------------------------------------------------------
