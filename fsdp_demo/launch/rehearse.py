@@ -128,13 +128,16 @@ class Supervisor:
         self.store_lost, self.started = False, time.monotonic()
         self.launched = time.time()
 
+    def on_signal(self, number: int, frame: object) -> None:
+        self.signals.append(number)
+
     def run(self) -> int:
         """Run the rehearsal to its end; returns the worst exit status. Raises ValueError: the store
         did not start.
         """
         adopt_orphans()
-        told = lambda number, _: self.signals.append(number)  # noqa: E731
-        before = {number: signal.signal(number, told) for number in (signal.SIGINT, signal.SIGTERM)}
+        ends = signal.SIGINT, signal.SIGTERM
+        before = {number: signal.signal(number, self.on_signal) for number in ends}
         try:
             self.launch_store()
             self.await_store()

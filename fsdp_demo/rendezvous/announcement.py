@@ -220,8 +220,12 @@ class Rendezvous:
             topology.island, rank, ranks, dict(enumerate(names)), ranks, topology.rank
         )
         limits = Limits(topology.dead, topology.stall, topology.least)
-        own = lambda: topology.open_store(topology.question).under(self.prefix)  # noqa: E731
-        common = own, self._link, limits, user
+
+        def own_store() -> Store:
+            """A connection of its own, below the keys of this meeting."""
+            return topology.open_store(topology.question).under(self.prefix)
+
+        common = own_store, self._link, limits, user
         if self._late:
             met = newcomer_peers(meeting, place, pulse.taken.life, *common)
         else:
