@@ -135,14 +135,9 @@ class ReplicaCheckpoints:
         """
         engine, zero = self.engine, self.engine.optimizer
         clip, zero.clip_grad = zero.clip_grad, engine.gradient_clipping()
+        given = {**options, "client_state": options["client_state"] or {}, "save_latest": False}
         try:
-            done = self.theirs[0](
-                str(folder),
-                tag,
-                options["client_state"] or {},
-                False,
-                options["exclude_frozen_parameters"],
-            )
+            done = self.theirs[0](str(folder), tag, **given)
         finally:
             zero.clip_grad = clip
         if self.first and engine.global_rank != 0:

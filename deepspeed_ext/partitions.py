@@ -56,8 +56,11 @@ class Partitions:
 
     Attributes:
         zero: the wrapper, `engine.optimizer`. inner: the optimizer that it steps.
+        flat, tensors: what the wrapper calls the masters, and the parameters of each.
+        needs: what else it must have.
     """
 
+    flat = tensors = ""
     needs: tuple[str, ...] = ()
 
     def __init__(self, engine: Any):
@@ -74,7 +77,7 @@ class Partitions:
 
     def masters(self) -> list[Tensor]:
         """The flat fp32 partitions of this rank [numel with padding], as the wrapper has them."""
-        raise NotImplementedError
+        return list(getattr(self.zero, self.flat))
 
     def group_of(self, index: int) -> dict[str, Any]:
         """The parameter group of the inner optimizer that holds a master."""

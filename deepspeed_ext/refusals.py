@@ -31,171 +31,143 @@ def refuse(engine: Any, config: ExchangeConfig, topology: Topology) -> None:
     """Raise ValueError for what cannot work or was never tried. engine: what was given to `attach`
     as one.
     """
-    found = chain(
-        _others(engine),
-        _version(VERSION),
-        _kind(engine),
-        _offload(engine),
-        _precision(engine),
-        _communication(engine),
-        _place(engine, topology),
-        _inner(engine),
-        _of_muon(engine, config),
-        _channels(engine, config),
-    )
-    for text in found:
+    _refuse(_others(engine))
+    _refuse(_kind(engine))
+    _refuse(_offload(engine._config.zero_config))
+    _refuse(_precision(engine))
+    _refuse(_communication(engine))
+    _refuse(_place(engine, topology))
+    for text in chain(_inner(engine), _of_muon(engine, config), _channels(engine, config)):
         raise ValueError(f"deepspeed_ext.attach found {text}")
 
 
-def _others(thing: Any) -> Iterator[str]:
-    """Things that are no engine."""
-    if isinstance(thing, (list, tuple)):
-        yield (
-            f"a list of {len(thing)}: an exchange counts the steps of one engine, so pass one "
-            "engine (modules that train together go into one model, under one engine)"
-        )
-    elif not isinstance(thing, DeepSpeedEngine):
-        yield (
-            f"{type(thing).__name__}: pass the engine, the first thing that deepspeed.initialize "
-            "returns (under Accelerate the prepared model, under the Trainer trainer.deepspeed)"
-        )
+def _refuse(checks: dict[str, Any]) -> None:
+    """Raise ValueError with the first of these texts that holds."""
+    for text in (text for text, wrong in checks.items() if wrong):
+        raise ValueError(f"deepspeed_ext.attach found {text}")
 
 
-def _version(version: str) -> Iterator[str]:
-    """DeepSpeed before 0.19, whose classes lack what the exchange hooks into."""
-    if tuple(map(int, version.split(".")[:2])) < (0, 19):
-        yield f"deepspeed {version}: take deepspeed>=0.19,<0.20 (tried: 0.19.8)"
+def _others(thing: Any) -> dict[str, Any]:
+    """Things that are no engine, and DeepSpeed before 0.19, whose classes lack what the exchange
+    hooks into.
+    """
+    many = isinstance(thing, list | tuple)
+    return {
+        f"a list of {len(thing) if many else 0}: an exchange counts the steps of one engine, so "
+        "pass one engine (modules that train together go into one model, under one engine)": many,
+        f"{type(thing).__name__}: pass the engine, the first thing that deepspeed.initialize "
+        "returns (under Accelerate the prepared model, under the Trainer trainer.deepspeed)": (
+            not isinstance(thing, DeepSpeedEngine)
+        ),
+        f"deepspeed {VERSION}: take deepspeed>=0.19,<0.20 (tried: 0.19.8)": (
+            tuple(map(int, VERSION.split(".")[:2])) < (0, 19)
+        ),
+    }
 
 
-def _kind(engine: Any) -> Iterator[str]:
+def _kind(engine: Any) -> dict[str, Any]:
     """Kinds of engines that step no ZeRO partition, or not by themselves."""
     config = engine._config
-    if engine.zero_optimization_stage() == 0:
-        yield "ZeRO stage 0: set zero_optimization.stage to 1, 2 or 3 in DeepSpeed's configuration"
-    if getattr(engine, "pipeline_parallelism", False):
-        yield "a pipeline engine, which was never tried: train without PipelineModule"
-    if config.hybrid_engine.enabled:
-        yield "the hybrid engine, which was never tried: set hybrid_engine.enabled to false"
-    if config.zero_config.zenflow is not None:
-        yield (
-            "ZenFlow, which steps parts of a partition at times of its own: take "
-            "zero_optimization.zenflow out"
-        )
-    if config.compile_config.deepcompile:
-        yield (
-            "DeepCompile, which goes around the engine's reduction: set compile.deepcompile to "
-            "false"
-        )
-    if engine.load_universal_checkpoint():
-        yield (
-            "checkpoint.load_universal, which was never tried: take it out, and load a checkpoint "
-            "of as many ranks per replica"
-        )
+    return {
+        "ZeRO stage 0: set zero_optimization.stage to 1, 2 or 3 in DeepSpeed's configuration": (
+            engine.zero_optimization_stage() == 0
+        ),
+        "a pipeline engine, which was never tried: train without PipelineModule": (
+            getattr(engine, "pipeline_parallelism", False)
+        ),
+        "the hybrid engine, which was never tried: set hybrid_engine.enabled to false": (
+            config.hybrid_engine.enabled
+        ),
+        "ZenFlow, which steps parts of a partition at times of its own: take "
+        "zero_optimization.zenflow out": config.zero_config.zenflow is not None,
+        "DeepCompile, which goes around the engine's reduction: set compile.deepcompile to "
+        "false": config.compile_config.deepcompile,
+        "checkpoint.load_universal, which was never tried: take it out, and load a checkpoint "
+        "of as many ranks per replica": engine.load_universal_checkpoint(),
+    }
 
 
-def _offload(engine: Any) -> Iterator[str]:
+def _offload(config: Any) -> dict[str, Any]:
     """Offloads other than that of the optimizer to host memory, the only one that was tried."""
-    optimizer = engine._config.zero_config.offload_optimizer
-    parameters = engine._config.zero_config.offload_param
-    if optimizer is not None and optimizer.device == OffloadDeviceEnum.nvme:
-        yield (
-            'offload_optimizer to NVMe, which was never tried: set its device to "cpu", or take it '
-            "out"
-        )
-    if optimizer is not None and optimizer.super_offload:
-        yield "SuperOffload, which was never tried: set offload_optimizer.super_offload to false"
-    if optimizer is not None and optimizer.ratio < 1.0:
-        yield (
-            f"offload_optimizer.ratio={optimizer.ratio} (Twin-Flow), which splits the optimizer in "
-            "two: set it to 1.0"
-        )
-    if parameters is not None and parameters.device != OffloadDeviceEnum.none:
-        yield (
-            "offload_param, which was never tried: take it out (offload_optimizer to the CPU works)"
-        )
+    optimizer, parameters = config.offload_optimizer, config.offload_param
+    ratio = optimizer.ratio if optimizer else 1.0
+    return {
+        'offload_optimizer to NVMe, which was never tried: set its device to "cpu", or take it '
+        "out": optimizer and optimizer.device == OffloadDeviceEnum.nvme,
+        "SuperOffload, which was never tried: set offload_optimizer.super_offload to false": (
+            optimizer and optimizer.super_offload
+        ),
+        f"offload_optimizer.ratio={ratio} (Twin-Flow), which splits the optimizer in two: set it "
+        "to 1.0": ratio < 1.0,
+        "offload_param, which was never tried: take it out (offload_optimizer to the CPU works)": (
+            parameters and parameters.device != OffloadDeviceEnum.none
+        ),
+    }
 
 
-def _precision(engine: Any) -> Iterator[str]:
+def _precision(engine: Any) -> dict[str, Any]:
     """Loss scaling, which skips steps on one replica only; masters that are not fp32."""
-    if engine.fp16_enabled():
-        yield (
-            "fp16: its loss scaling skips steps on one replica only; set fp16.enabled to false and "
-            "bf16.enabled to true, or take fp32"
-        )
-    if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16:
-        yield (
-            "torch_autocast in float16: its loss scaling skips steps on one replica only; set "
-            "torch_autocast.dtype to bfloat16"
-        )
-    zero = engine.optimizer
+    zero, half = engine.optimizer, engine.torch_autocast_dtype() == torch.float16
     blind = not getattr(zero, "check_grad_overflow", True) and engine.zero_optimization_stage() < 3
-    if blind and (zero.dtype == torch.bfloat16 or not zero.compute_grad_norm):
-        yield (
-            "gradients that nobody looks at, so that a NaN of one replica would reach all: set "
-            "bf16.check_grad_overflow and zero_optimization.compute_grad_norm to true"
-        )
-    if engine.bf16_master_weights_and_gradients() or engine.bf16_optimizer_states():
-        yield (
-            "bf16 masters or optimizer states, where the exchange works on fp32: set "
-            "bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states to false"
-        )
+    return {
+        "fp16: its loss scaling skips steps on one replica only; set fp16.enabled to false and "
+        "bf16.enabled to true, or take fp32": engine.fp16_enabled(),
+        "torch_autocast in float16: its loss scaling skips steps on one replica only; set "
+        "torch_autocast.dtype to bfloat16": engine.torch_autocast_enabled() and half,
+        "gradients that nobody looks at, so that a NaN of one replica would reach all: set "
+        "bf16.check_grad_overflow and zero_optimization.compute_grad_norm to true": (
+            blind and (zero.dtype == torch.bfloat16 or not zero.compute_grad_norm)
+        ),
+        "bf16 masters or optimizer states, where the exchange works on fp32: set "
+        "bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states to false": (
+            engine.bf16_master_weights_and_gradients() or engine.bf16_optimizer_states()
+        ),
+    }
 
 
-def _communication(engine: Any) -> Iterator[str]:
+def _communication(engine: Any) -> dict[str, Any]:
     """Groups beside the data-parallel one, and quantised collectives inside a replica."""
     zero = engine._config.zero_config
-    if zero.zero_hpz_partition_size > 1:
-        size = zero.zero_hpz_partition_size
-        yield (
-            f"zero_hpz_partition_size={size}, with second copies of parameters, which was never "
-            "tried: set it to 1"
-        )
-    for name in (
-        "zero_quantized_weights",
-        "zero_quantized_nontrainable_weights",
-        "zero_quantized_gradients",
-    ):
-        if getattr(zero, name):
-            yield (
-                f"{name}, which was never tried: set it to false (what crosses nodes is compressed "
-                "by the exchange)"
-            )
+    size = zero.zero_hpz_partition_size
+    checks: dict[str, Any] = {
+        f"zero_hpz_partition_size={size}, with second copies of parameters, which was never "
+        "tried: set it to 1": size > 1,
+    }
+    for name in ("weights", "nontrainable_weights", "gradients"):
+        text = "was never tried: set it to false (what crosses nodes is compressed by the exchange)"
+        checks[f"zero_quantized_{name}, which {text}"] = getattr(zero, f"zero_quantized_{name}")
     parallel = {
         "tensor_parallel.autotp_size": engine.autotp_size(),
         "sequence parallelism, size": getattr(engine, "sequence_parallel_size", 1),
         "an mpu with model parallelism, size": getattr(engine, "mp_world_size", 1),
     }
     for what, size in parallel.items():
-        if size > 1:
-            yield f"{what} {size}, which was never tried: train with data parallelism alone"
-    if getattr(engine, "has_moe_layers", False) or any(
-        g.get("moe") for g in getattr(engine.optimizer, "param_groups", [])
-    ):
-        yield (
-            "MoE layers of DeepSpeed, whose experts have groups of their own, never tried: take a "
-            "model of ordinary modules"
-        )
+        text = "which was never tried: train with data parallelism alone"
+        checks[f"{what} {size}, {text}"] = size > 1
+    groups = getattr(engine.optimizer, "param_groups", [])
+    experts = getattr(engine, "has_moe_layers", False) or any(g.get("moe") for g in groups)
+    text = "MoE layers of DeepSpeed, whose experts have groups of their own, never tried: take a "
+    return checks | {f"{text}model of ordinary modules": experts}
 
 
-def _place(engine: Any, topology: Topology) -> Iterator[str]:
+def _place(engine: Any, topology: Topology) -> dict[str, Any]:
     """Worlds and meshes that do not fit the engine."""
     mpu, mine, kind = installed(), topology_of(engine.mpu), topology.kind
     first = (
         "call deepspeed_ext.shard_within_node(ranks_per_node) before the model is made and "
         "deepspeed.initialize is called"
     )
-    if mpu is not None and mpu.replicas > 1 and engine.mpu is not mpu:
-        yield (
-            "an engine that was made before shard_within_node, so that ZeRO reduces over all "
-            f"nodes: {first}"
-        )
-    if kind == "mesh" and mine is None:
-        yield f"a mesh, and an engine that reduces over all nodes: {first}"
-    if mine is not None and mine.kind == "mesh" and kind != "mesh":
-        yield (
-            f"an engine of shard_within_node in a topology of kind {kind!r}: pass no topology; on "
-            "islands leave shard_within_node out"
-        )
+    return {
+        "an engine that was made before shard_within_node, so that ZeRO reduces over all "
+        f"nodes: {first}": mpu is not None and mpu.replicas > 1 and engine.mpu is not mpu,
+        f"a mesh, and an engine that reduces over all nodes: {first}": (
+            kind == "mesh" and mine is None
+        ),
+        f"an engine of shard_within_node in a topology of kind {kind!r}: pass no topology; on "
+        "islands leave shard_within_node out": (
+            mine is not None and mine.kind == "mesh" and kind != "mesh"
+        ),
+    }
 
 
 def _inner(engine: Any) -> Iterator[str]:

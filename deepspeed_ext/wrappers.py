@@ -38,16 +38,13 @@ class FlatPartitions(Partitions):
     the other, cut into one equal part per rank.
     """
 
-    def _groups(self) -> list[list[Any]]:
-        raise NotImplementedError
-
     def _offsets(self, index: int) -> dict[int, int]:
         """Where each parameter of a group (by id) begins in its flat tensor, in elements."""
         raise NotImplementedError
 
     def fragments(self) -> list[Fragment]:
-        names, out = _names(self.engine), []
-        for i, (group, master) in enumerate(zip(self._groups(), self.masters(), strict=True)):
+        names, out, groups = _names(self.engine), [], getattr(self.zero, self.tensors)
+        for i, (group, master) in enumerate(zip(groups, self.masters(), strict=True)):
             lo = comm.get_rank(group=self.zero.real_dp_process_group[i]) * master.numel()
             offsets = self._offsets(i)
             for p in group:
@@ -70,21 +67,14 @@ class FlatPartitions(Partitions):
 class Zero12Partitions(FlatPartitions):
     """The masters of `DeepSpeedZeroOptimizer`: ZeRO-1 and ZeRO-2."""
 
+    flat, tensors = "single_partition_of_fp32_groups", "bit16_groups"
     needs = (
         "_optimizer_step",
-        "single_partition_of_fp32_groups",
-        "bit16_groups",
         "parallel_partitioned_bit16_groups",
         "round_robin_bit16_groups",
         "round_robin_bit16_offsets",
         "update_lp_params",
     )
-
-    def masters(self) -> list[Tensor]:
-        return list(self.zero.single_partition_of_fp32_groups)
-
-    def _groups(self) -> list[list[Any]]:
-        return list(self.zero.bit16_groups)
 
     def _offsets(self, index: int) -> dict[int, int]:
         """With round_robin_gradients the order is not that of the group. DeepSpeed's `_hp_mapping`
@@ -110,7 +100,7 @@ class Zero12Partitions(FlatPartitions):
     def _publish(self, index: int) -> None:
         place = comm.get_rank(group=self.zero.real_dp_process_group[index])
         part = self.zero.parallel_partitioned_bit16_groups[index][place]
-        part.data.copy_(self.zero.single_partition_of_fp32_groups[index].data)
+        part.data.copy_(self.masters()[index].data)
 
 
 class Zero3Partitions(Partitions):
@@ -118,16 +108,12 @@ class Zero3Partitions(Partitions):
     into equal parts of its elements.
     """
 
+    flat, tensors = "fp32_partitioned_groups_flat", "fp16_groups"
     needs = (
         "_optimizer_step",
-        "fp32_partitioned_groups_flat",
-        "fp16_groups",
         "sub_group_to_group_id",
         "_reassign_or_swap_out_partitioned_parameters",
     )
-
-    def masters(self) -> list[Tensor]:
-        return list(self.zero.fp32_partitioned_groups_flat)
 
     def group_of(self, index: int) -> dict[str, Any]:
         group: dict[str, Any] = self.inner.param_groups[self.zero.sub_group_to_group_id[index]]
@@ -176,13 +162,7 @@ class Bf16Partitions(FlatPartitions):
 
     _hook: Any = None
 
-    needs = ("fp32_groups_flat_partition", "bf16_groups", "update_lp_params")
-
-    def masters(self) -> list[Tensor]:
-        return list(self.zero.fp32_groups_flat_partition)
-
-    def _groups(self) -> list[list[Any]]:
-        return list(self.zero.bf16_groups)
+    flat, tensors, needs = "fp32_groups_flat_partition", "bf16_groups", ("update_lp_params",)
 
     def _offsets(self, index: int) -> dict[int, int]:
         group = self.zero.bf16_groups[index]
@@ -239,7 +219,8 @@ def adapter(engine: Any) -> Partitions:
             "zero_optimization.stage to 1, 2 or 3 in DeepSpeed's "
             "configuration, or train without DeepSpeed and call fsdp_demo.attach(optimizer, ...)"
         )
-    lacking = [name for name in (*kind.needs, "optimizer", "clip_grad") if not hasattr(zero, name)]
+    wanted = (kind.flat, kind.tensors, *kind.needs, "optimizer", "clip_grad")
+    lacking = [name for name in wanted if not hasattr(zero, name)]
     if lacking:
         raise RuntimeError(
             f"{type(zero).__name__} of deepspeed {VERSION} has no {', '.join(lacking)}, which "

@@ -80,11 +80,8 @@ class ZeroHost(TrainingHost):
         for f in self.partitions.fragments():
             for start, shape in pieces(f.shape, f.start, f.numel):
                 self._pieces.append(_Piece(f.master, f.offset + start - f.start, shape))
-                self.params.append(
-                    LocalParam(
-                        plain_name(f.name), f.shape, shape, masters[f.master].dtype, False, start
-                    )
-                )
+                name, dtype = plain_name(f.name), masters[f.master].dtype
+                self.params.append(LocalParam(name, f.shape, shape, dtype, False, start))
         self.device = masters[0].device
         self._parameters = dict(engine.module.named_parameters())
         self._by_name = {plain_name(n): p for n, p in self._parameters.items()}
@@ -135,17 +132,13 @@ class ZeroHost(TrainingHost):
         for i, master in enumerate(masters):
             if made := fresh_state(inner, self.partitions.group_of(i), master):
                 inner.state[master] = made
-        if not type(inner).__module__.startswith("deepspeed.") or self.optimizer_names[0] not in (
-            "Adam",
-            "AdamW",
-        ):
+        theirs = type(inner).__module__.startswith("deepspeed.")
+        if not theirs or self.optimizer_names[0] not in ("Adam", "AdamW"):
             return
         kept = [{key: g[key] for key in ("lr", "weight_decay")} for g in inner.param_groups]
         for g in inner.param_groups:
-            g.update(
-                lr=torch.zeros_like(g["lr"]) if isinstance(g["lr"], Tensor) else 0.0,
-                weight_decay=0.0,
-            )
+            zero = torch.zeros_like(g["lr"]) if isinstance(g["lr"], Tensor) else 0.0
+            g.update(lr=zero, weight_decay=0.0)
         self.partitions.step_on_zeros()
         for g, before in zip(inner.param_groups, kept, strict=True):
             g.update(before)
@@ -204,11 +197,8 @@ class ZeroHost(TrainingHost):
             )
         now = [p.requires_grad for p in self._parameters.values()]
         if now != self._trained:
-            name, is_on = next(
-                (n, a)
-                for n, a, b in zip(self._parameters, now, self._trained, strict=True)
-                if a != b
-            )
+            both = zip(self._parameters, now, self._trained, strict=True)
+            name, is_on = next((n, a) for n, a, b in both if a != b)
             raise RuntimeError(
                 f"requires_grad of {plain_name(name)} was switched {'on' if is_on else 'off'} "
                 "after attach, which ZeRO does not follow: "

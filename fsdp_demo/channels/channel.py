@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,55 +25,9 @@ from ..compression.transform import make_transform, transform
 from ..compression.windows import ContiguousViews, Window
 from ..config.channel import Channel
 from . import apply
-from .codec import ChannelCodec
+from .codec import ChannelCodec, ChannelPayload, Received
 from .decode import DecodedMean
 from .state import ChannelState, LocalChannel, Placement, less
-
-
-@dataclass
-class ChannelPayload:
-    """The payload of one channel at one step, on the shards' device.
-
-    Attributes:
-        step: in which it is sent.
-        body: the channel's section of the body (uint8); None where there are vectors.
-        vectors: fp32, to be reduced.
-        own: the replica's own source where it is needed later (a delta that stays in flight or is
-            applied locally; delayed parameters).
-        present: which tensors had a gradient; of gradient channels.
-        partial: it is sent inside a round, by `finish()`: its mean is applied plainly.
-    """
-
-    step: int
-    body: Tensor | None = None
-    vectors: list[Tensor] = field(default_factory=list)
-    own: Tensor | None = None
-    present: list[bool] | None = None
-    partial: bool = False
-
-    def to(self, device: torch.device) -> ChannelPayload:
-        """A copy of this payload with its tensors on `device`."""
-        body, own = (t if t is None else t.to(device) for t in (self.body, self.own))
-        return replace(self, body=body, own=own, vectors=[v.to(device) for v in self.vectors])
-
-
-@dataclass(frozen=True)
-class Received:
-    """The payloads of all replicas for one channel, cut out of a message and not decoded.
-
-    Attributes:
-        bodies: its section from every replica, uint8 [num_bytes], in rank order; empty where it is
-            reduced.
-        means: its reduced vectors, fp32; empty where it is gathered.
-        weights: each replica's share in its mean.
-        present: of a gradient channel, which of its tensors any replica had a gradient for; else
-            None.
-    """
-
-    bodies: Sequence[Tensor]
-    means: Sequence[Tensor]
-    weights: Sequence[float]
-    present: list[bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -224,12 +178,8 @@ class ChannelRunner(LocalChannel):
                     work = part.of(self.accumulator)
                     made.add_from(part, memory, work, beta, gain * common)
                     continue
-                x = self._source(
-                    part,
-                    memory,
-                    flying,
-                    made.room(part, exact=delta or keep is not None or bool(rates)),
-                )
+                room = made.room(part, exact=delta or keep is not None or bool(rates))
+                x = self._source(part, memory, flying, room)
                 if keep is not None:
                     part.of(keep).copy_(x)
                 x = part.scale(x, rates) if rates else x
@@ -280,11 +230,8 @@ class ChannelRunner(LocalChannel):
             work = self.accumulator.clone() if whole else self.accumulator
         else:
             assert source is not None
-            work = transform(
-                self.channel.codec,
-                self.layout,
-                source.clone() if self.channel.needs_own else source,
-            )
+            work = source.clone() if self.channel.needs_own else source
+            work = transform(self.channel.codec, self.layout, work)
         out.own = source if self.channel.needs_own else None
         if self.measures and not self.plain:  # in the transform domain, where a norm is the same
             self.square = torch.linalg.vector_norm(work).square()

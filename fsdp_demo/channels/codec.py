@@ -14,6 +14,7 @@ The mean is decoded window by window (`decode.py`), so that no workspace is made
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +29,52 @@ from ..config.channel import Channel
 from ..config.names import FORMATS
 from ..config.parts import BLOCK
 from .decode import DecodedMean, DenseMean, FusedMean, QuantizedMean, SeededMean, SparseMean
+
+
+@dataclass
+class ChannelPayload:
+    """The payload of one channel at one step, on the shards' device.
+
+    Attributes:
+        step: in which it is sent.
+        body: the channel's section of the body (uint8); None where there are vectors.
+        vectors: fp32, to be reduced.
+        own: the replica's own source where it is needed later (a delta that stays in flight or is
+            applied locally; delayed parameters).
+        present: which tensors had a gradient; of gradient channels.
+        partial: it is sent inside a round, by `finish()`: its mean is applied plainly.
+    """
+
+    step: int
+    body: Tensor | None = None
+    vectors: list[Tensor] = field(default_factory=list)
+    own: Tensor | None = None
+    present: list[bool] | None = None
+    partial: bool = False
+
+    def to(self, device: torch.device) -> ChannelPayload:
+        """A copy of this payload with its tensors on `device`."""
+        body, own = (t if t is None else t.to(device) for t in (self.body, self.own))
+        return replace(self, body=body, own=own, vectors=[v.to(device) for v in self.vectors])
+
+
+@dataclass(frozen=True)
+class Received:
+    """The payloads of all replicas for one channel, cut out of a message and not decoded.
+
+    Attributes:
+        bodies: its section from every replica, uint8 [num_bytes], in rank order; empty where it is
+            reduced.
+        means: its reduced vectors, fp32; empty where it is gathered.
+        weights: each replica's share in its mean.
+        present: of a gradient channel, which of its tensors any replica had a gradient for; else
+            None.
+    """
+
+    bodies: Sequence[Tensor]
+    means: Sequence[Tensor]
+    weights: Sequence[float]
+    present: list[bool] | None = None
 
 
 class ChannelCodec:
@@ -181,9 +228,8 @@ class ChannelCodec:
         Over "senders": sum of w v over those whose value there is not zero, divided by the sum of
         their w; dense elements always over all replicas.
         """
-        return self._received(
-            [b for b, w in zip(bodies, weights, strict=True) if w], [w for w in weights if w], step
-        )
+        kept = [(b, w) for b, w in zip(bodies, weights, strict=True) if w]
+        return self._received([b for b, _ in kept], [w for _, w in kept], step)
 
     def reduced(self, means: Sequence[Tensor], step: int) -> DecodedMean:
         """Reduced means of the vectors, zero where nothing was sent."""
@@ -224,18 +270,10 @@ class ChannelCodec:
         """For each group of blocks the places that `step` sends, int64 [count, k]."""
         number = max(self.channel.schedule.round(step) - 1, 0)
         if self._known is None or self._known[0] != number:
-            found = {}
+            found, select = {}, self.codec.select
             for g in self.layout.groups:
-                count = 1 if self.codec.selection.alike else g.count
-                inside = seeded(
-                    self.codec.select,
-                    g.r * g.s,
-                    g.k(self.codec.topk),
-                    count,
-                    number,
-                    self.seed,
-                    self.device,
-                )
+                count, k = 1 if self.codec.selection.alike else g.count, g.k(self.codec.topk)
+                inside = seeded(select, g.r * g.s, k, count, number, self.seed, self.device)
                 place = inside if g.s == EDGE else inside // g.s * EDGE + inside % g.s
                 found[g] = place.expand(g.count, -1)
             self._known = (number, found)
@@ -249,11 +287,7 @@ class ChannelCodec:
         for w in self.layout.windows(work.device):
             if w.group is not None:
                 place = positions[w.group][w.first : w.first + w.count]
-                torch.gather(
-                    w.of(work).view(-1, BLOCK),
-                    1,
-                    place,
-                    out=chosen[at : at + place.numel()].view(place.shape),
-                )
+                part = chosen[at : at + place.numel()].view(place.shape)
+                torch.gather(w.of(work).view(-1, BLOCK), 1, place, out=part)
                 at += place.numel()
         return [chosen, self.layout.dense_part(work).clone()]

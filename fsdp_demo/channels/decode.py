@@ -57,9 +57,8 @@ class DecodedMean:
     def add_to(self, work: Tensor, alpha: float) -> None:
         """work += alpha times the mean, on a whole workspace."""
         windows = self.layout.windows(self.device)
-        room = torch.empty(
-            max((w.numel for w in windows), default=0), device=self.device, dtype=torch.float32
-        )
+        most = max((w.numel for w in windows), default=0)
+        room = torch.empty(most, device=self.device, dtype=torch.float32)
         for w in windows:
             w.of(work).add_(self.fill(w, room[: w.numel]), alpha=alpha)
 
@@ -153,12 +152,8 @@ class SparseMean(DecodedMean):
             return values * (weights / sum(self.weights))
         few = equal and size < 256  # then bytes do: a quarter of the memory to jump about in
         if self._counts is None or len(self._counts) < len(values):
-            self._counts = torch.empty(
-                len(values),
-                BLOCK,
-                dtype=torch.uint8 if few else torch.float32,
-                device=values.device,
-            )
+            dtype = torch.uint8 if few else torch.float32
+            self._counts = torch.empty(len(values), BLOCK, dtype=dtype, device=values.device)
         counts, sent = self._counts[: len(values)].zero_(), values != 0
         self._add(counts, places, sent.view(torch.uint8) if few else sent * weights)
         count = counts.gather(1, places)
@@ -206,7 +201,7 @@ class SparseMean(DecodedMean):
             coded = self._coded[stretch.group]
             place, found = sparse.decode_window(stretch, coded, self.codec, known)
             if self.reducer.clip == "median_norm":
-                found = _clipped(found)
+                found = found * _factors(found)[:, :, None]
             self._latest = stretch, place, found
         stretch, place, found = self._latest
         first = window.first - stretch.first
@@ -215,9 +210,8 @@ class SparseMean(DecodedMean):
     def _whole(self) -> Tensor:
         """The mean of what is sent whole, over all replicas."""
         if self._dense is None:
-            self._dense = torch.zeros(
-                self.layout.num_dense, device=self.device, dtype=torch.float32
-            )
+            number = self.layout.num_dense
+            self._dense = torch.zeros(number, device=self.device, dtype=torch.float32)
             for body, w in zip(self.bodies, self.weights, strict=True):
                 self._dense.add_(sparse.decode_dense(self.layout, self.codec, body), alpha=w)
             self._dense.div_(sum(self.weights))
@@ -306,9 +300,8 @@ class SeededMean(DecodedMean):
     def fill(self, window: Window, out: Tensor) -> Tensor:
         if window.group is None:
             start = self.layout.num_blocks * BLOCK
-            return out.copy_(
-                self._dense[window.begin - start : window.end - start], non_blocking=True
-            )
+            part = self._dense[window.begin - start : window.end - start]
+            return out.copy_(part, non_blocking=True)
         place, values = self._of(window)
         out.zero_().view(-1, BLOCK).scatter_(1, place, values)
         return out
@@ -326,19 +319,14 @@ class SeededMean(DecodedMean):
         assert window.group is not None
         place = self._positions[window.group][window.first : window.first + window.count]
         start = self._starts[window.group] + window.first * place.shape[1]
-        return place, self._chosen[start : start + place.numel()].view(place.shape).to(
-            place.device, non_blocking=True
-        )
-
-
-def _clipped(found: Tensor) -> Tensor:
-    """Scale each replica's values of a block [R, n, k] to the median norm at most."""
-    return found * _factors(found)[:, :, None]
+        found = self._chosen[start : start + place.numel()].view(place.shape)
+        return place, found.to(place.device, non_blocking=True)
 
 
 def _factors(found: Tensor) -> Tensor:
-    """min(1, median / norm) of each replica's values of a block, fp32 [R, n], the median being that
-    of the replicas' norms of that block (the mean of the middle two of an even number)."""
+    """min(1, median / norm) of each replica's values of a block, by which they have the median norm
+    at most: fp32 [R, n] from values [R, n, k]. The median is that of the replicas' norms of that
+    block (the mean of the middle two of an even number)."""
     norms = found.norm(dim=2)
     ordered = norms.sort(0).values
     median = (ordered[(len(found) - 1) // 2] + ordered[len(found) // 2]) / 2

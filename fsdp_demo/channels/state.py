@@ -53,11 +53,6 @@ class Placement:
         """Which of the active copies this rank is; None beyond them."""
         return self.position.copy if self.position.copy < self.active_copies else None
 
-    @property
-    def home_device(self) -> torch.device:
-        """The device that `home` names."""
-        return self.host.device if self.home is None else torch.device(self.home)
-
 
 @dataclass
 class ChannelState:
@@ -119,7 +114,8 @@ class LocalChannel:
     def __init__(self, channel: Channel, placement: Placement):
         self.stages = channel.stages()
         self._sends = self._lands = 0  # stages of what is sent now, and of what lands
-        self.channel, self.host, self._home = channel, placement.host, placement.home_device
+        self.channel, self.host = channel, placement.host
+        self._home = torch.device(placement.home or self.host.device)
         self.position, self.active_copies = placement.position, placement.active_copies
         self.copies, self.size = placement.copies, placement.islands
         self.active_copy, params = placement.active_copy, self.host.params
@@ -149,10 +145,8 @@ class LocalChannel:
         kinds = [tensor_layout_kind(self.channel, s.name) for s in chosen]
         kept = self.tensors(self._state) if self._state else [None] * len(chosen)
         shapes = [s.shape if t is None else t.shape for s, t in zip(chosen, kept, strict=True)]
-        self.layouts = [
-            Layout(shapes, kinds, active_copy, self.active_copies)
-            for active_copy in range(self.active_copies)
-        ]
+        copies = range(self.active_copies)
+        self.layouts = [Layout(shapes, kinds, copy, self.active_copies) for copy in copies]
         self.layout = self.layouts[self.active_copy] if self.active_copy is not None else None
         self.windows = self.layout.windows(self.host.device) if self.layout is not None else []
 
@@ -281,10 +275,7 @@ class LocalChannel:
         """A new workspace of this copy, fp32, with a source in it; None on an inactive copy."""
         if self.layout is None:
             return None
-        return self.layout.pack(
-            self.tensors(source),
-            torch.empty(self.layout.numel, device=self.host.device, dtype=torch.float32),
-        )
+        return self.layout.pack(self.tensors(source), self.layout.new(self.host.device))
 
     def write(self, work: Tensor | None, tensors: Sequence[Tensor | None]) -> None:
         """Write a workspace of this copy into `tensors`; where copies share the work, one
@@ -306,10 +297,8 @@ class LocalChannel:
 
     def set_gradients(self, wanted: Sequence[bool]) -> list[Tensor | None]:
         """Gradients of covered tensors: made where wanted, else removed; no others touched."""
-        every: list[bool | None] = [None] * len(self.host.params)
-        for i, want in zip(self.covered, wanted, strict=True):
-            every[i] = want
-        grads = self.host.prepare_gradients(every)
+        wants = dict(zip(self.covered, wanted, strict=True))
+        grads = self.host.prepare_gradients([wants.get(i) for i in range(len(self.host.params))])
         return [grads[i] for i in self.covered]
 
     def show_anchor(self) -> None:

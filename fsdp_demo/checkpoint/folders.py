@@ -191,50 +191,40 @@ def damaged(folder: Path, rank: int = 0, world: int = 1) -> list[str]:
 # ---- what is put aside -------------------------------------------------------------------------
 
 
-def put_aside(root: Path, step: int, given_up: bool = False) -> list[str]:
-    """Let what is newer than `step` be held no more, and say so; returns the names.
+def put_aside(root: Path, step: int, given_up: bool = False) -> None:
+    """Let what is newer than `step` be held no more, and say so.
 
     Args:
         given_up: a person named this step: what is newer does not come back by itself.
     """
     aside = GIVEN_UP if given_up else ASIDE
-    names = _rename([folder for s, folder in found(root) if s > step], MANIFEST, aside)
-    if names:
-        log.warning(
-            "%s: newer than step %d, from which training goes on: %s. Put aside (%s), deleted at "
-            "the next checkpoint that all islands hold",
-            *(root, step, ", ".join(names), aside),
-        )
-    return names
+    if names := _rename(root, MANIFEST, aside, step):
+        text = "%s: newer than step %d, from which training goes on: %s. Put aside (%s), deleted "
+        text += "at the next checkpoint that all islands hold"
+        log.warning(text, root, step, names, aside)
 
 
 def adopt(root: Path) -> None:
-    """Delete saves that were cut off, and take back what was put aside."""
+    """Delete saves that were cut off, and make valid again what was put aside: the life that did so
+    made no checkpoint that all islands hold.
+    """
     for half in root.glob(f"*/{UNFINISHED}"):
         if (half.parent / MANIFEST).exists():
             half.unlink(missing_ok=True)  # gone: of a link
         else:
             remove(half.parent)
-    take_back(root)
-
-
-def take_back(root: Path) -> list[str]:
-    """Make checkpoints that were put aside valid again: the life that did so made no checkpoint
-    that all islands hold. Returns their names.
-    """
-    names = _rename([folder for _, folder in found(root, ASIDE)], ASIDE, MANIFEST)
-    if names:
+    if names := _rename(root, ASIDE, MANIFEST):
         text = "%s: the start that put %s aside got to no checkpoint of all islands: held again"
-        log.warning(text, root, ", ".join(names))
-    return names
+        log.warning(text, root, names)
 
 
-def _rename(places: list[Path], manifest: str, to: str) -> list[str]:
-    """Give the manifests of checkpoints another name; returns the names of the checkpoints."""
+def _rename(root: Path, manifest: str, to: str, newer: int = -1) -> str:
+    """Give the manifests of checkpoints newer than a step another name; the checkpoints' names."""
+    places = [folder for step, folder in found(root, manifest) if step > newer]
     for folder in places:
         os.replace(folder / manifest, folder / to)
         sync_folder(folder)
-    return [folder.name for folder in places]
+    return ", ".join(folder.name for folder in places)
 
 
 def forget_asides(root: Path) -> None:

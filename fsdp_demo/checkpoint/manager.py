@@ -113,14 +113,13 @@ class CheckpointManager:
         ranks = registry.ranks if registry else Ranks(self.group, topology.rank, topology.world)
         self.ranks, self.votes = ranks, votes or ranks
         self.registry = registry or CheckpointRegistry(topology, ranks)
-        self.rotates, self.damaged = rotates, ""
+        self.rotates, self.damaged, self._name = rotates, "", name
         self.best: int | None = None
-        self.failed_saves = self._failed_in_a_row = 0
+        self.failed_saves = self._failed_in_a_row = self._saves = 0
         self._worker: ThreadPoolExecutor | None = None
         self._pending: Future[bool] | None = None
         self._url = environment.remote(os.environ if remote is None else {"ISLAND_REMOTE": remote})
         self._places: dict[Path, tuple[LocalFolder, RemoteCopies | None]] = {}
-        self._name, self._saves = name, 0
         if self._url:
             before_leaving(self.upload_rest)
         self.enter(root, below)

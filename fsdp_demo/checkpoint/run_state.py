@@ -84,9 +84,8 @@ class RunState:
         facts: Mapping[str, Any] | None = None,
     ):
         self.checkpoints, self.model, self.facts = checkpoints, model, dict(facts or {})
-        self.optimizers = [
-            unwrap(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
-        ]
+        several = isinstance(optimizer, list | tuple)
+        self.optimizers = [unwrap(o) for o in (optimizer if several else [optimizer])]
         refuse_unsaveable(model, self.optimizers)
         self._begun = [_numbers(group) for group in _groups(self.optimizers)]
         self.step, self.same = 0, True

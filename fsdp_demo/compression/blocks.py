@@ -22,7 +22,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import ceil
+from math import ceil, prod
 from typing import TypeVar
 
 import torch
@@ -108,9 +108,7 @@ class DensePiece:
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """The 2-D form of a local shape: [-1, last] for over two dims, last >= 64; else [first, -1]."""
-    numel = 1
-    for n in shape:
-        numel *= n
+    numel = prod(shape)
     if not shape or numel == 0:
         return (0, 0) if numel == 0 else (1, 1)
     if len(shape) > 2 and shape[-1] >= EDGE:

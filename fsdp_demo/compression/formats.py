@@ -114,9 +114,8 @@ class SmallFloat(Coder):
         """Codes (uint8): the sign of v, the magnitude nearest to size, |v| in scales (NaN: 0)."""
         nearest, line = torch.full_like(size, 7), torch.empty_like(size)
         for slope, start in self.lines:
-            torch.minimum(
-                nearest, torch.mul(size, slope, out=line).round_().add_(start), out=nearest
-            )
+            by_line = torch.mul(size, slope, out=line).round_().add_(start)
+            torch.minimum(nearest, by_line, out=nearest)
         return (
             nearest.nan_to_num_(0.0)
             .to(torch.uint8)
@@ -164,16 +163,14 @@ class TwoLevels(Coder):
         sums = torch.cat([_sum(size - upper), _sum(upper)], -1)
         levels = sums / torch.cat([count - high_count, high_count], -1).clamp_min_(1)
         levels = torch.where(threshold.isfinite(), levels, torch.nan)
-        return levels.to(torch.bfloat16), (v.view(torch.int32) >> 30 & 2).to(torch.uint8).add_(
-            high.to(torch.uint8)
-        )
+        signs = (v.view(torch.int32) >> 30 & 2).to(torch.uint8)
+        return levels.to(torch.bfloat16), signs.add_(high.to(torch.uint8))
 
     def decode(self, scales: Tensor, q: Tensor) -> Tensor:
         levels = torch.cat([scales, -scales], -1)  # of each group, by code
-        start = torch.arange(0, levels.numel(), 4, dtype=torch.int32, device=q.device).view(
-            *q.shape[:2], 1
-        )
-        return levels.view(-1).index_select(0, (q + start).view(-1)).view(q.shape)
+        start = torch.arange(0, levels.numel(), 4, dtype=torch.int32, device=q.device)
+        place = q + start.view(*q.shape[:2], 1)
+        return levels.view(-1).index_select(0, place.view(-1)).view(q.shape)
 
 
 def _sum(v: Tensor) -> Tensor:
@@ -283,9 +280,8 @@ def encode(code: str, v: Tensor) -> Tensor:
     for part, scales, codes in _chunks(code, data, v):
         coded = [coder.encode(groups) for groups in _groups(code, part)]
         scales.copy_(torch.cat([s for s, _ in coded], 1))
-        codes.copy_(
-            pack(torch.cat([q.flatten(1) for _, q in coded], 1).view(-1), FORMATS[code].bits)
-        )
+        every = torch.cat([q.flatten(1) for _, q in coded], 1).view(-1)
+        codes.copy_(pack(every, FORMATS[code].bits))
     return data
 
 
@@ -354,9 +350,8 @@ def decode_rows(
     if count * bits % 8:  # the last byte is not full
         parts = zip(scales, codes, strict=True) if size else ((c,) for c in codes)
         return torch.stack([decode(code, torch.cat(part), count, cols) for part in parts])
-    return decode(code, torch.cat(scales + codes), len(split) * count, cols).view(
-        len(split), count, cols
-    )
+    found = decode(code, torch.cat(scales + codes), len(split) * count, cols)
+    return found.view(len(split), count, cols)
 
 
 def split_bytes(code: str, data: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:

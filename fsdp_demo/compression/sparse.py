@@ -126,13 +126,8 @@ def decode_window(
     k = g.k(codec.topk)
     found = values.decode_rows(codec.value_dtype, coded.values, g.count, k, first, n)
     form = position_form(g, codec.topk)
-    parts = [
-        [
-            plane[first * b // 8 : ((first + n) * b + 7) // 8]
-            for plane, b in zip(p, form.planes, strict=True)
-        ]
-        for p in coded.positions
-    ]
+    cuts = [slice(first * b // 8, ((first + n) * b + 7) // 8) for b in form.planes]
+    parts = [[p[at] for p, at in zip(planes, cuts, strict=True)] for planes in coded.positions]
     if known is not None:
         place = known.long()
     elif any(n * bits % 8 for bits in form.planes):  # the last byte of a plane is not full
@@ -172,10 +167,8 @@ def encode_sparse(
 
 def decode_dense(layout: Layout, codec: Codec, data: Tensor) -> Tensor:
     """The elements that are sent whole, fp32 [num_dense], from the bytes of a section."""
-    size = values.num_bytes(dense_code(codec), 1, layout.num_dense)
-    return values.decode(dense_code(codec), data[data.numel() - size :], 1, layout.num_dense).view(
-        -1
-    )
+    code, n = dense_code(codec), layout.num_dense
+    return values.decode(code, data[len(data) - values.num_bytes(code, 1, n) :], 1, n).view(-1)
 
 
 # ---- positions ---------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ function that gives its matrices, in a file of its own, a line in `config/names.
 
 Two products per block, of each block and then of all rows of all blocks at once; the second adds to
 the accumulator as it goes. With `transform_precision="bf16"` (of the codec) their factors are
-rounded to bf16 and added in fp32 where a CPU has instructions that make this faster
-(`transform.py`); on CUDA they are TF32. What is sent is then selected among coefficients that are
+rounded to bf16 and added in fp32 where a CPU has instructions that make this faster (`fast_bf16`);
+on CUDA they are TF32. What is sent is then selected among coefficients that are
 off by about 0.3 % of their root mean square; it is still subtracted exactly.
 """
 
@@ -170,15 +170,9 @@ class Transform:
         """
         if not whole(window.group):
             for box in window.boxes:
-                source, slots = tensors[box.tensor], box.slots(work)
-                _add(
-                    torch.zeros((), dtype=torch.float32, device="cpu")
-                    if source is None
-                    else box.view(source),
-                    slots,
-                    beta,
-                    gain,
-                )
+                source = tensors[box.tensor]
+                zero = torch.zeros((), dtype=torch.float32, device="cpu")
+                _add(zero if source is None else box.view(source), box.slots(work), beta, gain)
             return
         _, _, half = self._buffer(1, window.numel, torch.float32)
         for box in window.boxes:

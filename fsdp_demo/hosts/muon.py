@@ -129,9 +129,8 @@ def _by_shape(
     """Groups in which torch's factor comes to sqrt(out / in), lr weight_decay as elsewhere."""
     groups: dict[float, list[tuple[str, Tensor]]] = {}
     for name, p in matrices:
-        groups.setdefault(min(1.0, p.shape[0] / max(p.shape[1], 1)) ** 0.5 or 1.0, []).append(
-            (name, p)
-        )
+        factor = min(1.0, p.shape[0] / max(p.shape[1], 1)) ** 0.5 or 1.0
+        groups.setdefault(factor, []).append((name, p))
     return [
         {"params": part, "lr": lr * f, "weight_decay": weight_decay / f}
         for f, part in groups.items()

@@ -47,9 +47,7 @@ class ShardedMuon(torch.optim.Muon):
         state, momentum, gradient = self.state[p], group["momentum"], p.grad
         assert gradient is not None
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(
-                gradient, memory_format=torch.preserve_format
-            )
+            state["momentum_buffer"] = torch.zeros_like(gradient)
         kept: Tensor = state["momentum_buffer"]
         kept.lerp_(gradient, 1 - momentum)
         return gradient.lerp(kept, momentum) if group["nesterov"] else kept.clone()

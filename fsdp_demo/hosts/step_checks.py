@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -24,6 +25,9 @@ SCALED = (
     "clipping would see scaled gradients; use bf16 "
     "(torch.autocast(..., dtype=torch.bfloat16), mixed_precision='bf16'), which needs no scaler"
 )
+
+DEEP = 16
+"""Frames above a step in which hooks, wrappers and scalers stand."""
 
 DROPPED = 20
 """Gradients that are made and dropped before it is said."""
@@ -43,24 +47,22 @@ def makes_state(optimizer: torch.optim.Optimizer) -> bool:
     return any(
         frame.f_code.co_name == "_init_optim_state"
         and frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint")
-        for frame in _callers()
+        for frame in islice(callers(), DEEP)
     )
 
 
 def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError if a loss scaler is at work in this very step."""
     if getattr(optimizer, "found_inf", None) is not None or any(
-        scales(frame.f_locals.get("self")) for frame in _callers()
+        scales(frame.f_locals.get("self")) for frame in islice(callers(), DEEP)
     ):
         raise ValueError(SCALED)
 
 
-def _callers() -> Iterator[FrameType]:
-    """The frames of what has called a step: hooks, wrappers, scalers. Sixteen are enough."""
+def callers() -> Iterator[FrameType]:
+    """The frames of what has called, the innermost first."""
     frame = sys._getframe().f_back
-    for _ in range(16):
-        if frame is None:
-            return
+    while frame is not None:
         yield frame
         frame = frame.f_back
 

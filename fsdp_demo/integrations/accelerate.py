@@ -119,10 +119,8 @@ def accelerator(
             gradient_accumulation_steps, sync_with_dataloader=False
         )
     kwargs.setdefault("step_scheduler_with_optimizer", False)
-    kwargs.setdefault(
-        "dataloader_config",
-        DataLoaderConfiguration(dispatch_batches=False, use_seedable_sampler=True),
-    )
+    loaders = DataLoaderConfiguration(dispatch_batches=False, use_seedable_sampler=True)
+    kwargs.setdefault("dataloader_config", loaders)
     if cpu and plugin is not None:
         allow_fsdp_on_cpu()
         # else the mesh of `fully_shard` is on the GPU where the machine has one

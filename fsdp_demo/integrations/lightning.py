@@ -164,8 +164,7 @@ class LightningExchange(_Callback):
         inside = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         parts, rows = topology.islands * inside["num_replicas"], cast(Sized, loader.dataset)
         if len(rows) < parts:
-            text = f"{len(rows)} rows for the {parts} ranks of all islands: give more rows"
-            raise ValueError(text)
+            raise ValueError(f"{len(rows)} rows for {parts} ranks of all islands: give more rows")
         shuffle = not isinstance(loader.sampler, SequentialSampler)
         place = {"rank": topology.island + topology.islands * inside["rank"], "drop_last": True}
         place |= {"num_replicas": parts, "overfit_batches": trainer.overfit_batches}
@@ -215,13 +214,9 @@ class LightningExchange(_Callback):
         state.restore_random()
         counted = int(exchange.totals()["global_tokens"])  # which all ranks of the island ask for
         if topology.rank == 0:
-            facts |= {"model": type(pl_module).__name__}
-            how = {
-                "facts": facts,
-                "counted": counted,
-                "steps": None if steps == math.inf else steps,
-            }
-            how["bar"] = trainer.progress_bar_callback
+            how = {"facts": facts | {"model": type(pl_module).__name__}, "counted": counted}
+            how |= {"steps": None if steps == math.inf else steps}
+            how |= {"bar": trainer.progress_bar_callback}
             self._record = TrainingRecord(exchange, trainer.default_root_dir, model, **how)
         again = "the same command, under ISLAND_RESUME=auto or with resume='auto'"
         save = partial(state.save, exchange, last=True)

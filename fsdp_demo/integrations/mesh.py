@@ -46,12 +46,8 @@ class ExchangeParallelismConfig(ParallelismConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        other = {
-            name: size
-            for name in ("tp_size", "cp_size", "sp_size")
-            if (size := getattr(self, name, 1)) > 1
-        }
-        if other:
+        sizes = {name: getattr(self, name, 1) for name in ("tp_size", "cp_size", "sp_size")}
+        if other := {name: size for name, size in sizes.items() if size > 1}:
             raise ValueError(
                 f"{other} beside an exchange was never tried: allowed are dp_replicate_size and "
                 "dp_shard_size"

@@ -6,7 +6,6 @@ torchtitan 0.3.0, `config/override.py`, `Trainer.train`.
 
 from __future__ import annotations
 
-import inspect
 import io
 import math
 from contextlib import ExitStack
@@ -26,6 +25,7 @@ from ..config.schema import ExchangeConfig
 from ..errors import Stopped
 from ..exchange.exchange import Exchange
 from ..exchange.guard import guard
+from ..hosts.step_checks import callers
 from ..rendezvous.topology import Topology
 
 
@@ -56,8 +56,6 @@ class IslandOptimizers(OptimizersContainer):
             raise ValueError(
                 "pipeline_parallel_degree above 1: ranks of an island must hold one model; set 1"
             )
-        if self._config.exchange.drop is not None:
-            raise ValueError("drop: torchtitan accumulates in a loop of its own: leave it out")
         training, step = trainer.config.training, trainer.step - 1
         config, norm = self._config.exchange.clipped_once(training.max_norm)
         training.max_norm = norm or math.inf
@@ -119,11 +117,9 @@ def _save_now(trainer: Any) -> None:
 
 def _trainer_of(optimizers: IslandOptimizers) -> Any:
     """The Trainer, which no optimizer is told of: the next one up the call stack."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if getattr(found := frame.f_locals.get("self"), "optimizers", None) is optimizers:
+    for found in (frame.f_locals.get("self") for frame in callers()):
+        if getattr(found, "optimizers", None) is optimizers:
             return found
-        frame = frame.f_back
     raise RuntimeError("these optimizers need torchtitan's Trainer: else call fsdp_demo.attach")
 
 
@@ -138,6 +134,8 @@ def optimizer(
             "local_steps='by_speed': torchtitan counts its steps in a loop of its own, which takes "
             "each of them; leave it 'equal'"
         )
+    if config.drop is not None:
+        raise ValueError("drop: torchtitan accumulates in a loop of its own: leave it out")
     if type(cfg) is not OptimizersContainer.Config or "clip" in changes:
         raise ValueError(
             f"clip={changes.get('clip')}, {type(cfg).__qualname__}: the norm that clips is "

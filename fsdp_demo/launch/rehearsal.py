@@ -164,9 +164,8 @@ def may_have_gpus() -> bool:
     if sys.platform != "linux":
         return True
     dev = Path("/dev")
-    return any((dev / name).exists() for name in ("kfd", "dxg", "nvmap")) or any(
-        dev.glob("nvidia*")
-    )
+    named = (dev / name for name in ("kfd", "dxg", "nvmap"))
+    return any(dev.glob("nvidia*")) or any(path.exists() for path in named)
 
 
 def environment(

@@ -136,10 +136,8 @@ class Supervisor:
         did not start.
         """
         adopt_orphans()
-        before = {
-            number: signal.signal(number, self.on_signal)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        ends = signal.SIGINT, signal.SIGTERM
+        before = {number: signal.signal(number, self.on_signal) for number in ends}
         try:
             self.launch_store()
             self.await_store()

@@ -18,16 +18,8 @@ VARIABLE = "ISLAND_LINK"
 TCP_SHARE = 1448 / 1514
 """Payload bytes of a full Ethernet frame: what a paced link carries of its nominal rate."""
 
-_BITS = {
-    "bit": 1.0,
-    "kbit": 1e3,
-    "mbit": 1e6,
-    "gbit": 1e9,
-    "bps": 1.0,
-    "kbps": 1e3,
-    "mbps": 1e6,
-    "gbps": 1e9,
-}
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+_BITS = {f"{p}{unit}": factor for unit in ("bit", "bps") for p, factor in _PREFIXES.items()}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _NUMBER_UNIT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z/]*)\s*", re.IGNORECASE)
 

@@ -91,9 +91,8 @@ class Rendezvous:
         """Open the store, and settle which keys this meeting has."""
         topology = self._topology
         if topology.rank == 0:
-            environment.warn_of_open(
-                split_endpoint(topology.endpoint), topology.address, topology.token
-            )
+            place = split_endpoint(topology.endpoint)
+            environment.warn_of_open(place, topology.address, topology.token)
         store = topology.open_store()
         store.deadline = topology.timeout
         run = topology.endpoint, topology.run
@@ -134,10 +133,11 @@ class Rendezvous:
     def _look(self, store: Store) -> dict[int, Announcement]:
         """As `_meet`, where the run is under way: who has been announced, and this one."""
         topology, position, mine = self._topology, self._position, self._announcement()
-        infos = {}
-        for i in range(topology.islands):
-            if store.get(self._first(i)):
-                infos[i] = self._note(store, i)
+        infos = {
+            i: store.note(self._first(i), f"island {i}", Announcement)
+            for i in range(topology.islands)
+            if store.get(self._first(i))
+        }
         self._compare({i: info for i, info in infos.items() if i != topology.island})
         active_copies = min(info["copies"] for info in infos.values())
         if position.num_copies < active_copies:
@@ -158,10 +158,6 @@ class Rendezvous:
         """Tell the others of this island, on its first rank."""
         if (self._position.shard, self._position.copy) == (0, 0):
             store.set(self._first(self._topology.island), json.dumps(self._announcement()))
-
-    def _note(self, store: Store, island: int) -> Announcement:
-        """What the first rank of an island has announced."""
-        return store.note(self._first(island), f"island {island}", Announcement)
 
     def _announcement(self) -> Announcement:
         return {

@@ -60,9 +60,7 @@ class IslandGroup(Ranks):
             self.copies = topology.group
         elif position.num_copies > 1 and position.num_shards > 1:
             for shard in range(position.num_shards):  # every rank makes every group, in one order
-                group = dist.new_group(
-                    [copy * position.num_shards + shard for copy in range(position.num_copies)]
-                )
+                group = dist.new_group([*range(shard, topology.world, position.num_shards)])
                 self.copies = group if shard == position.shard else self.copies
 
     def broadcast(self, work: Tensor) -> None:
@@ -96,9 +94,8 @@ class IslandGroup(Ranks):
             scalar there, and the gradients are zeros then.
         """
         present = [g for g in gradients if g is not None]
-        square = self._square(
-            present, [n for g, n in zip(gradients, repeats, strict=False) if g is not None]
-        )
+        held = [n for g, n in zip(gradients, repeats, strict=False) if g is not None]
+        square = self._square(present, held)
         if across is None and self._on_device():
             return self._clip_there(present, square, limit)
         value = float(square)
@@ -190,11 +187,9 @@ class IslandGroup(Ranks):
         bad = square.isfinite().logical_not().float()
         if self.position.num_shards == 1:
             bad = self._any_there(bad)
-        factor = (
-            torch.ones_like(square)
-            if limit is None
-            else (limit / (square.sqrt() + 1e-6)).clamp_(max=1.0)
-        )
+        factor = torch.ones_like(square)
+        if limit is not None:
+            factor = (limit / (square.sqrt() + 1e-6)).clamp_(max=1.0)
         if present:
             for g in present:  # zero times NaN is NaN
                 g.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -25,6 +25,13 @@ SLEPT = 5.0
 """Seconds between two turns of the thread after which this process was stopped for a while."""
 
 
+OLDER = (
+    "the store at %s lacks record %d of this run's members: it was started from an older copy of "
+    "its file, and an island that is lost cannot come back. Start it with the newest file, or stop "
+    "all islands and start them from their checkpoints under a new ISLAND_RUN%s"
+)
+
+
 class Presence:
     """What one rank says of the attempt, and what it hears. Does nothing for a single replica and
     in a mesh.
@@ -74,18 +81,11 @@ class Presence:
                 return
             self._asked = now
             if by := at.get("ended"):
-                begun_anew(
-                    f"island {by} found none of this attempt's islands, and has begun another one"
-                )
+                found = f"island {by} found none of this attempt's islands"
+                begun_anew(f"{found}, and has begun another one")
             elif not self._warned and not at.under(keys).get(record_key(known)):
                 self._warned = True
-                text = (
-                    "the store at %s lacks record %d of this run's members: it was started from an "
-                    "older copy of its file, and an island that is lost cannot come back. Start it "
-                    "with the newest file, or stop all islands and start them from their "
-                    "checkpoints under a new ISLAND_RUN%s"
-                )
-                log.warning(text, self._topology.endpoint, known, see("store-made-anew"))
+                log.warning(OLDER, self._topology.endpoint, known, see("store-made-anew"))
 
         self.start()
         if self._pulse is not None:

@@ -130,13 +130,12 @@ class Topology(Replica):
         axis = next(
             (names.index(n) for n in (replicate, "dp_replicate", "replicate") if n in names), 0
         )
-        inner = mesh.get_group(1 - axis) if mesh.ndim == 2 else None
-        rank, world = (
-            (dist.get_rank(inner), dist.get_world_size(inner)) if inner is not None else (0, 1)
-        )
-        island = mesh.get_local_rank(axis)
+        island, place = mesh.get_local_rank(axis), dict[str, Any]()
+        if mesh.ndim == 2:
+            inner = 1 - axis
+            place |= {"rank": mesh.get_local_rank(inner), "world": mesh.size(inner)}
+            place["group"] = mesh.get_group(inner)
         ranks = dist.get_process_group_ranks(mesh.get_group(axis))
-        place: dict[str, Any] = {"rank": rank, "world": world, "group": inner}
         place["meets_at"] = meeting_place(ranks)
         place["stop_timeout"] = environment.seconds(os.environ, "ISLAND_STOP", cls.stop_timeout)
         return cls("mesh", island, mesh.size(axis), f"island{island}", timeout=timeout, **place)

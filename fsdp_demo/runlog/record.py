@@ -133,9 +133,8 @@ class RunRecord:
         """Write the exchanges that have ended since the last call."""
         ended = []
         for flown in self._exchange.timeline(self._last):
-            start, end = (
-                None if t is None else t - self._began for t in (flown.began, flown.ended)
-            )
+            times = flown.began, flown.ended
+            start, end = (None if t is None else t - self._began for t in times)
             self._last = flown
             ended.append(
                 {
@@ -158,9 +157,8 @@ class RunRecord:
         self._event(kind, self._exchange.step, **fields)
 
     def _event(self, kind: str, step: int, **fields: Any) -> None:
-        self._write(
-            files.EVENTS_FILE, {"kind": kind, "step": step, "seconds": self.seconds, **fields}
-        )
+        event = {"kind": kind, "step": step, "seconds": self.seconds, **fields}
+        self._write(files.EVENTS_FILE, event)
 
     def _write(self, name: str, *values: dict[str, Any]) -> None:
         missing, path = self._missing[name], self._folder / name

@@ -178,9 +178,8 @@ class WorldStore(Store):
         self._ask(lambda store: store.set(self.prefix + key, value))
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
-        return _text(
-            self._ask(lambda store: store.compare_set(self.prefix + key, expected, desired))
-        )
+        now = self._ask(lambda store: store.compare_set(self.prefix + key, expected, desired))
+        return _text(now)
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:
         if self._store is None:

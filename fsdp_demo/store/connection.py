@@ -260,7 +260,7 @@ class Line:
         """
         if os.getpid() != self._pid:
             self._begin()
-        end = time.monotonic() + seconds
+        limits = time.monotonic() + seconds, seconds, absent
         if not self._lock.acquire(timeout=max(seconds, 0.0)):
             raise StoreSilent(
                 f"the store at {self._where} does not answer within {seconds:g} s: another thread "
@@ -268,8 +268,8 @@ class Line:
             )
         try:
             if self.known is None:
-                self.known = identity_in(self._question("hello", [], [], end, seconds, absent))
-            return self._question(verb, keys, values, end, seconds, absent)
+                self.known = identity_in(self._question("hello", [], [], *limits))
+            return self._question(verb, keys, values, *limits)
         except WireError as error:
             self._drop()
             raise ValueError(
@@ -283,19 +283,11 @@ class Line:
         finally:
             self._lock.release()
 
-    def _question(
-        self,
-        verb: Any,
-        keys: list[str],
-        values: list[str],
-        end: float,
-        seconds: float,
-        absent: float,
-    ) -> list[str]:
+    def _question(self, verb: Any, keys: list[str], values: list[str], *limits: float) -> list[str]:
         self._number += 1
         store = b"" if self.known is None else bytes.fromhex(self.known.name)
         question = Question(verb, self._number, self._id, store, keys, values)
-        answer = self._answer(pack(question), end, seconds, absent)
+        answer = self._answer(pack(question), *limits)
         if answer.status == "refused":
             raise ValueError(f"the store at {self._where} refuses: {answer.text}")
         if answer.status == "failed":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import re
 import socket
 import sys
 from collections.abc import Callable
@@ -185,14 +186,10 @@ def bound_memory(more: int = BYTES) -> int | None:
     import resource
 
     try:
-        now = next(
-            line
-            for line in Path("/proc/self/status").read_text().splitlines()
-            if line.startswith("VmData")
-        )
-        limit = 1024 * int(now.split()[1]) + more
+        (now,) = re.findall(r"^VmData:\s*(\d+)", Path("/proc/self/status").read_text(), re.M)
+        limit = 1024 * int(now) + more
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    except (OSError, ValueError, StopIteration):
+    except (OSError, ValueError):
         # a container without /proc, or with a lower limit of its own
         return None
     return limit

@@ -19,16 +19,14 @@ def shards() -> tuple[nn.Module, TorchHost]:
     )
 
 
-def test_placement_active_copies_and_home() -> None:
-    """A placement names the active copy of a rank and the device of the outer state."""
+def test_placement_active_copies() -> None:
+    """A placement names the active copy of a rank."""
     _, here = shards()
     active_copies = [
         Placement(here, ShardPosition(1, 0, 3, copy), active_copies=2).active_copy
         for copy in range(3)
     ]
     assert active_copies == [0, 1, None]
-    assert Placement(here).home_device == here.device
-    assert Placement(here, home="meta").home_device.type == "meta"
 
 
 def test_placement_binds_channels() -> None:

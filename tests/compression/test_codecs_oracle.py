@@ -154,6 +154,3 @@ def test_dct_of_every_kind_of_block():
     assert abs(float(work.double().norm() / plain.double().norm()) - 1) < 1e-6
     transform(layout, work, inverse=True)
     assert torch.allclose(work, plain, atol=2e-5)
-
-
-# -- values --------------------------------------------------------------------------------------

@@ -255,9 +255,3 @@ def test_positions_damaged_section_inside_workspace(seed: int) -> None:
         assert places.shape == right.shape == found.shape and len(dense) == layout.num_dense
         assert 0 <= int(places.min()) and int(places.max()) < layout.num_blocks * BLOCK
         assert torch.equal(places // BLOCK, right // BLOCK)  # each in its own block
-
-
-# ---- the oracle of speed -----------------------------------------------------------------------
-
-
-# ---- values of one bit -------------------------------------------------------------------------

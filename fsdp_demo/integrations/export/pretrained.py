@@ -227,9 +227,8 @@ def _choice(
     if missing:
         return None, missing
     parts = tuple((*there[i], i) for i in needed)
-    return Chosen(
-        "replica" if kind == "mean" and island is not None else kind, step, config, parts
-    ), []
+    kind = "replica" if kind == "mean" and island is not None else kind
+    return Chosen(kind, step, config, parts), []
 
 
 # ---- folder ------------------------------------------------------------------------------------
@@ -244,13 +243,9 @@ def build_model(chosen: Chosen, given: str | None, run: Path) -> Any:
 
     config = _architecture(chosen, given, run)
     named = (config.architectures or [""])[0]
-    made = getattr(transformers, named, None)
+    make = getattr(transformers, named, None) or transformers.AutoModelForCausalLM.from_config
     with torch.device("meta"):
-        model = (
-            made(config)
-            if made is not None
-            else transformers.AutoModelForCausalLM.from_config(config)
-        )
+        model = make(config)
     model.tie_weights()
     _fill(model, _untied(model, outer_tensors(chosen.kind, chosen.parts)))
     if getattr(model.config, "use_cache", None) is False:

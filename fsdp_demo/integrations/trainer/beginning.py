@@ -105,11 +105,9 @@ class Beginning:
             config, args.max_grad_norm = config.clipped_once(args.max_grad_norm)
         else:  # clips by itself; the exchange's state is beside what the Trainer saves
             options = {"checkpoints": False}
-        facts = {
-            "max_steps": state.max_steps,
-            **{name: str(getattr(args, name)) for name in ("lr_scheduler_type", "warmup_steps")},
-            "lr_scheduler_kwargs": str(args.lr_scheduler_kwargs),
-        }
+        schedule = ("lr_scheduler_type", "warmup_steps", "lr_scheduler_kwargs")
+        facts: dict[str, Any] = {"max_steps": state.max_steps}
+        facts |= {name: str(getattr(args, name)) for name in schedule}
         own = self.joins and not self.fresh and engine is None
         moments = load_moments(trainer, self.manager) if own else None
         # with a state of the exchange islands may stand at unlike steps between two exchanges
@@ -199,11 +197,10 @@ def find_checkpoint(wanted: Any, manager: CheckpointManager, fresh: bool) -> Any
     if not is_named(wanted) and wanted is not True and not isinstance(wanted, str):
         return wanted
     manager.adopt()
-    found = (
-        _named(str(wanted), manager, fresh)
-        if is_named(wanted)
-        else _newest(manager, fresh, auto=str(wanted).lower() == "auto")
-    )
+    if is_named(wanted):
+        found = _named(str(wanted), manager, fresh)
+    else:
+        found = _newest(manager, fresh, auto=str(wanted).lower() == "auto")
     if isinstance(found, str):
         manager.verify(Path(found))
     return found
@@ -328,13 +325,8 @@ def refuse_elsewhere(manager: CheckpointManager) -> None:
     mine = manager.ranks.from_first(
         lambda: max(filter(None, last), key=lambda path: step_of(path) or 0, default="")
     )
-    # another machine may not see it
-    seen = [
-        str(n["elsewhere"])
-        for n in manager.registry.meet({"elsewhere": mine})
-        if n.get("elsewhere")
-    ]
-    if seen:
+    notes = manager.registry.meet({"elsewhere": mine})  # another machine may not see it
+    if seen := [str(n["elsewhere"]) for n in notes if n.get("elsewhere")]:
         raise NeedsDecision(
             f"resume_from_checkpoint='auto' finds no checkpoint in {root}, but "
             f"{'one island' if several else 'several islands'} saved {seen[-1]}. Go on from its "

@@ -23,7 +23,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from ...config.load import changed, load_config
+from ...attaching import settled
 from ...config.schema import ExchangeConfig
 from ...errors import Mismatch, PeerLost, WireError
 from ...exchange.exchange import Exchange
@@ -87,9 +87,7 @@ class ExchangeCallback(TrainerCallback):
         remote: str | None = None,
         **changes: Any,
     ):
-        self.config = (
-            load_config(config, changes) if isinstance(config, str) else changed(config, changes)
-        )
+        self.config = settled(config, changes)
         if "clip" in changes:
             raise ValueError(
                 f"clip={changes['clip']}: under the Trainer the norm that clips is "

@@ -10,7 +10,7 @@ What attaches to the engine is found by its entry point (`hosts/base.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -49,33 +49,23 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
     return dict(plugin.deepspeed_config) if plugin is not None else {}
 
 
-def engine_problems(trainer: Trainer, config: ExchangeConfig) -> Iterator[tuple[bool, str]]:
-    """Pairs for what cannot work under DeepSpeed: whether it is so, and a text with the cure."""
+def engine_problems(trainer: Trainer, config: ExchangeConfig) -> dict[str, bool]:
+    """What cannot work under DeepSpeed, each a text with the cure, and whether it is so."""
     if not trainer.is_deepspeed_enabled:
-        return
-    settings = settings_of(trainer)
-    limit = trainer.args.max_grad_norm
-    made = trainer.optimizer_cls_and_kwargs
-    yield (
-        engine_module_of(trainer) is None,
+        return {}
+    settings, limit = settings_of(trainer), trainer.args.max_grad_norm
+    made: Any = trainer.optimizer_cls_and_kwargs or (None, {})
+    inner = getattr(made[1].get("config"), "inner_optimizers", ("",))[0]
+    return {
         "a DeepSpeed engine, and no package in the entry point group fsdp_demo.engines: install "
-        "this one again",
-    )
-    yield (
-        "gradient_clipping" not in settings and limit != _DEFAULT_CLIP,
+        "this one again": engine_module_of(trainer) is None,
         f"max_grad_norm={limit} and no gradient_clipping in DeepSpeed's configuration, where it is "
-        f"{_DEFAULT_CLIP} by default: write "
-        '"gradient_clipping": "auto" there',
-    )
-    matrices = (
-        made is not None
-        and getattr(made[1].get("config"), "inner_optimizers", ("",))[0] == "muonadamw"
-    )
-    yield (
-        matrices and "optimizer" not in settings,
+        f'{_DEFAULT_CLIP} by default: write "gradient_clipping": "auto" there': (
+            "gradient_clipping" not in settings and limit != _DEFAULT_CLIP
+        ),
         f"exchange_optimizer({config.preset!r}), which needs matrices where ZeRO has flat "
-        f"partitions: {muon(trainer)}",
-    )
+        f"partitions: {muon(trainer)}": inner == "muonadamw" and "optimizer" not in settings,
+    }
 
 
 def muon(trainer: Trainer) -> str:

@@ -46,25 +46,23 @@ class Evaluations:
         state: Any = trainer.state
         self.agreed = _decides(trainer)
         loader: Any = trainer.callback_handler.train_dataloader
-        epoch = (
-            math.ceil(len(loader) / args.gradient_accumulation_steps) if has_length(loader) else 0
-        )
-        self._every = {"steps": int(state.eval_steps or 0), "epoch": epoch}.get(
-            str(args.eval_strategy.value), 0
-        )
+        batches = len(loader) if has_length(loader) else 0
+        epoch = math.ceil(batches / args.gradient_accumulation_steps)
+        every = {"steps": int(state.eval_steps or 0), "epoch": epoch}
+        self._every = every.get(str(args.eval_strategy.value), 0)
         self._from, config = args.eval_delay, exchange.config
         self._within = round_of(config.channels) if config.by_speed else 1
         names = sorted(trainer.eval_dataset) if isinstance(trainer.eval_dataset, dict) else []
         if args.load_best_model_at_end:
-            every = self._every or 1
-            if every % self._within:
+            period = self._every or 1
+            if period % self._within:
                 raise ValueError(
-                    f"load_best_model_at_end with eval_steps={every} beside local_steps='by_speed' "
-                    f"with a period of {self._within}: set eval_steps to a multiple of it, where "
-                    "all islands stand at one step"
+                    f"load_best_model_at_end with eval_steps={period} beside "
+                    f"local_steps='by_speed' with a period of {self._within}: set eval_steps to a "
+                    "multiple of it, where all islands stand at one step"
                 )
-            first = max(every, -(-int(self._from) // every) * every)
-            check_best(exchange, range(first, state.max_steps, every))
+            first = max(period, -(-int(self._from) // period) * period)
+            check_best(exchange, range(first, state.max_steps, period))
         plan = [str(args.eval_strategy), self._every, self._from, bool(args.eval_on_start), names]
         self._together = self._same(plan) if exchange.result_kind == "mean" or self.agreed else True
         self.plan = [plan, self._together]
@@ -97,18 +95,9 @@ class Evaluations:
         args, state = trainer.args, trainer.state
         if not _decides(trainer):
             return {}
-        same = (
-            "eval_strategy",
-            "eval_delay",
-            "save_strategy",
-            "metric_for_best_model",
-            "greater_is_better",
-        )
-        return {
-            "eval_steps": state.eval_steps,
-            "save_steps": state.save_steps,
-            **{name: str(getattr(args, name)) for name in same},
-        }
+        same = ("eval_strategy", "eval_delay", "save_strategy", "metric_for_best_model")
+        facts = {name: str(getattr(args, name)) for name in (*same, "greater_is_better")}
+        return {"eval_steps": state.eval_steps, "save_steps": state.save_steps, **facts}
 
     def _due(self) -> bool:
         """Whether every island evaluates at this step."""
@@ -183,7 +172,5 @@ def check_best(exchange: Exchange, steps: range) -> None:
 
 def _decides(trainer: Trainer) -> bool:
     """Whether a metric decides about the model: the best checkpoint, or the learning rate."""
-    return bool(trainer.args.load_best_model_at_end) or type(trainer.lr_scheduler).__name__ in (
-        "ReduceLROnPlateau",
-        "GreedyLR",
-    )
+    by_metric = type(trainer.lr_scheduler).__name__ in ("ReduceLROnPlateau", "GreedyLR")
+    return bool(trainer.args.load_best_model_at_end) or by_metric

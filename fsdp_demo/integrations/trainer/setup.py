@@ -7,7 +7,6 @@ other replicas.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import os
 import signal
@@ -17,12 +16,14 @@ import torch
 from transformers import Trainer
 from transformers.utils import logging as hf_logging
 
-from ...config.load import changed, load_config, preset
+from ...attaching import settled
+from ...config.load import preset
 from ...config.methods import presets
 from ...config.schema import ExchangeConfig
 from ...errors import see
 from ...exchange import summary
 from ...hosts.optimizers import base_optimizer, check_inner, optimizer_kind
+from ...hosts.step_checks import callers
 from ...rendezvous.topology import Topology
 from ..mesh import ExchangeParallelismConfig, mesh_topology, refuse_hsdp
 from .clock import problems
@@ -56,14 +57,12 @@ def find_trainer(callback: Any) -> Trainer:
     Raises:
         RuntimeError: nobody up there is a Trainer with this callback.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        found = frame.f_locals.get("self")
-        if isinstance(found, Trainer) and callback in getattr(
-            getattr(found, "callback_handler", None), "callbacks", []
-        ):
+    trainers = (frame.f_locals.get("self") for frame in callers())
+    for found in (found for found in trainers if isinstance(found, Trainer)):
+        # one that is being built may have none yet
+        handler: Any = getattr(found, "callback_handler", None)
+        if callback in getattr(handler, "callbacks", ()):
             return found
-        frame = frame.f_back
     raise RuntimeError(
         "ExchangeCallback works inside a transformers.Trainer: pass it as "
         "Trainer(callbacks=[...]), or call set_trainer()"
@@ -107,54 +106,38 @@ def refuse(trainer: Trainer, config: ExchangeConfig) -> None:
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     clip, usual = config.clip, preset(config.preset).clip if config.preset in presets() else None
     wanted = bool(args.deepspeed) or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-    checks = [
-        (
-            wanted and not trainer.is_deepspeed_enabled,
-            "a DeepSpeed configuration that Accelerate has left out, since ACCELERATE_USE_CPU is "
-            "set: unset it, and give TrainingArguments(use_cpu=True), which works",
+    checks = {
+        "a DeepSpeed configuration that Accelerate has left out, since ACCELERATE_USE_CPU is set: "
+        "unset it, and give TrainingArguments(use_cpu=True), which works": (
+            wanted and not trainer.is_deepspeed_enabled
         ),
-        (half, "fp16: its loss scaler skips steps on one island only; take bf16=True, or fp32"),
-        (
-            native,
-            "a model sharded at load time (DistributedConfig): it is all-reduced over all ranks; "
-            "load it whole, with fsdp=True",
+        "fp16: its loss scaler skips steps on one island only; take bf16=True, or fp32": half,
+        "a model sharded at load time (DistributedConfig): it is all-reduced over all ranks; load "
+        "it whole, with fsdp=True": native,
+        "fsdp on CPU ranks, where Accelerate takes DDP instead: call "
+        "fsdp_demo.integrations.accelerate.allow_fsdp_on_cpu() after TrainingArguments(...), right "
+        "before Trainer(...)": unsharded,
+        f"clip={clip} beside max_grad_norm={args.max_grad_norm}: set max_grad_norm alone": (
+            clip not in (None, usual, args.max_grad_norm)
         ),
-        (
-            unsharded,
-            "fsdp on CPU ranks, where Accelerate takes DDP instead: call "
-            "fsdp_demo.integrations.accelerate.allow_fsdp_on_cpu() after TrainingArguments(...), "
-            "right before Trainer(...)",
+        "auto_find_batch_size=True: islands would take different steps; set "
+        "per_device_train_batch_size": args.auto_find_batch_size,
+        f"preset {config.preset!r} has an optimizer of its own: {line}": (
+            has_own_optimizer(config) and not handed
         ),
-        (
-            clip not in (None, usual, args.max_grad_norm),
-            f"clip={clip} beside max_grad_norm={args.max_grad_norm}: set max_grad_norm alone",
+        f"drop with gradient_accumulation_steps={args.gradient_accumulation_steps}: the first and "
+        "the last micro-batch of a step are always taken; set 3 or more, or leave drop out": (
+            config.drop is not None and args.gradient_accumulation_steps < 3
         ),
-        (
-            args.auto_find_batch_size,
-            "auto_find_batch_size=True: islands would take different steps; set "
-            "per_device_train_batch_size",
-        ),
-        (
-            has_own_optimizer(config) and not handed,
-            f"preset {config.preset!r} has an optimizer of its own: {line}",
-        ),
-        (
-            config.drop is not None and args.gradient_accumulation_steps < 3,
-            f"drop with gradient_accumulation_steps={args.gradient_accumulation_steps}: the first "
-            "and the last micro-batch of a step are always taken; set 3 or more, or leave drop out",
-        ),
-        *engine_problems(trainer, config),
-        *(problems(trainer, topology_of(trainer)) if config.by_speed else ()),
-        (
-            plugin is not None and plugin.fsdp_version != 2,
-            f"fsdp_version={plugin and plugin.fsdp_version}: allowed is 2, since FSDP1 flattens "
-            "parameters",
-        ),
-    ]
-    for wrong, text in checks:
-        if wrong:
-            says = ":" if text.startswith("preset") else " found"
-            raise ValueError(f"ExchangeCallback{says} {text}")
+        f"fsdp_version={plugin and plugin.fsdp_version}: allowed is 2, since FSDP1 flattens "
+        "parameters": plugin is not None and plugin.fsdp_version != 2,
+    }
+    checks |= engine_problems(trainer, config)
+    if config.by_speed:
+        checks |= {text: wrong for wrong, text in problems(trainer, topology_of(trainer))}
+    for text in (text for text, wrong in checks.items() if wrong):
+        says = ":" if text.startswith("preset") else " found"
+        raise ValueError(f"ExchangeCallback{says} {text}")
 
 
 def separate(trainer: Any, topology: Topology) -> None:
@@ -244,17 +227,14 @@ def exchange_optimizer(
         0.001
     """
     decay = changes.pop("weight_decay", None)
-    config = load_config(config, changes) if isinstance(config, str) else changed(config, changes)
-    if lr is None and config.lr is None:
+    config = settled(config, changes)
+    lr = config.lr if lr is None else lr
+    if lr is None:
         raise ValueError(
             f"preset {config.preset!r} has no published learning rate: pass "
             "lr=training_args.learning_rate"
         )
-    return _Factory, {
-        "config": config,
-        "lr": lr if lr is not None else config.lr,
-        "weight_decay": decay,
-    }
+    return _Factory, {"config": config, "lr": lr, "weight_decay": decay}
 
 
 class _Factory:

@@ -37,19 +37,14 @@ class Stops:
         to_resume: Callable[[], str],
     ):
         self._live, self._warn, self._to_resume = live, warn, to_resume
-        self.ending = self.left = self.cut_off = self.unsaved = self._asked = False
-        self.told = False
+        self.ending = self.left = self.cut_off = self.unsaved = self.told = self._asked = False
         self._deadline: Deadline | None = None
 
     def hold(self, control: Any) -> None:
         """Take a callback's wish out of `control`, until all islands have heard it."""
         exchange = self._live()
-        if (
-            exchange is not None
-            and not self.ending
-            and control.should_training_stop
-            and exchange.topology.islands > 1
-        ):
+        holds = exchange is not None and exchange.topology.islands > 1 and not self.ending
+        if holds and control.should_training_stop:
             control.should_training_stop = False
             self.ask("a callback")
 
@@ -60,14 +55,11 @@ class Stops:
             return
         self._asked = True
         exchange.request_stop(together=True)
-        after = (
-            f"all islands do when the exchange of step {exchange.next_exchange() + 1} has been "
-            "applied"
-        )
-        self._warn(
-            f"{who} asks to stop: "
-            f"{after if exchange.topology.islands > 1 else 'training ends after the next step'}"
-        )
+        after = "training ends after the next step"
+        if exchange.topology.islands > 1:
+            step = exchange.next_exchange() + 1
+            after = f"all islands do when the exchange of step {step} has been applied"
+        self._warn(f"{who} asks to stop: {after}")
 
     def end(
         self, exchange: Exchange, args: Any, state: Any, control: Any, saved: bool = False
@@ -79,16 +71,11 @@ class Stops:
         self.ending = control.should_training_stop = True
         control.should_evaluate &= not exchange.leaving
         control.should_save = not saved and (control.should_save or args.save_strategy != "no")
-        what = (
-            f"checkpoint-{state.global_step} is saved"
-            if saved or control.should_save
-            else "not saved (save_strategy='no')"
-        )
-        who = (
-            "all islands stop"
-            if exchange.topology.islands > 1 and not exchange.stopped_alone
-            else "this island stops"
-        )
+        what = "not saved (save_strategy='no')"
+        if saved or control.should_save:
+            what = f"checkpoint-{state.global_step} is saved"
+        together = exchange.topology.islands > 1 and not exchange.stopped_alone
+        who = "all islands stop" if together else "this island stops"
         self._warn(f"{who} after step {state.global_step} of {state.max_steps}, as asked; {what}")
         if exchange.topology.one_world:
             self.cut_off = self.told

@@ -12,48 +12,24 @@ from dataclasses import replace
 
 from ...elastic.descriptors import cure
 from ...errors import size
-from .measured import OK, OTHER, REFUSED, TIMEOUT, Direction, Examination, Finding, Reach
+from .measured import OK, Examination, Finding
 
 # ---- rules about what reaches whom: addresses, firewalls, sizes of packets -----------------------
 
-# Each takes an `Examination` and gives its findings, with no other input.
-
-BECAME = {
-    TIMEOUT: "nothing comes back",
-    REFUSED: "the connection is refused",
-    OTHER: "somebody else answers",
-}
 RANGE = (
     'bound the ports (sysctl -w net.ipv4.ip_local_port_range="40000 40999") and open that range '
 )
 
 
-def became(reach: Reach) -> str:
-    """The outcome of a plain connection, in words."""
-    return BECAME.get(reach.state, "there is no way there, or nobody listens")
-
-
-def misplaced(seen: Examination) -> set[int]:
-    """Islands that nobody reaches at the address that they name, but some island at another."""
-    towards: dict[int, list[Reach]] = {}
-    for (_, receiver), reach in seen.reaches.items():
-        towards.setdefault(receiver, []).append(reach)
-    return {
-        i
-        for i, found in towards.items()
-        if all(r.state != OK for r in found) and any(r.other for r in found)
-    }
-
-
 def wrong_interface(seen: Examination) -> Iterator[Finding]:
     """An island names an address of the wrong interface: it is reached at another one."""
-    for i in sorted(misplaced(seen)):
+    for i in sorted(seen.misplaced):
         island = seen.islands[i]
         found = next(r for (_, to), r in sorted(seen.reaches.items()) if to == i and r.other)
         at = f" ({island.interface})" if island.interface else ", an address that it does not have"
         yield Finding(
             f"{island.label} names the address {island.address}{at}; nobody reaches it there "
-            f"({became(found)}), but {seen.label(found.sender)} reaches it at {found.other}",
+            f"({found.became}), but {seen.label(found.sender)} reaches it at {found.other}",
             f"set ISLAND_ADDRESS={found.other} on {island.label}",
             stops=True,
         )
@@ -63,7 +39,7 @@ def one_sided_firewall(seen: Examination) -> Iterator[Finding]:
     """Connections stand in one direction only. Of two islands the lower one listens at the start,
     so the run starts if that one is reached.
     """
-    wrong = misplaced(seen)
+    wrong = seen.misplaced
     for (i, j), reach in sorted(seen.reaches.items()):
         back = seen.reaches.get((j, i))
         if reach.state == OK or j in wrong or back is None or back.state != OK:
@@ -73,7 +49,7 @@ def one_sided_firewall(seen: Examination) -> Iterator[Finding]:
             then = "the run starts, but an island that comes back cannot join by this way"
         yield Finding(
             f"{seen.label(i)} cannot connect to {seen.label(j)} at {reach.address} "
-            f"({became(reach)}), while {seen.label(j)} connects to {seen.label(i)}: {then}",
+            f"({reach.became}), while {seen.label(j)} connects to {seen.label(i)}: {then}",
             f"on {seen.label(j)} {RANGE}for the address of {seen.label(i)}; or put both machines "
             "into a WireGuard network",
             stops=not starts,
@@ -82,17 +58,16 @@ def one_sided_firewall(seen: Examination) -> Iterator[Finding]:
 
 def unreachable(seen: Examination) -> Iterator[Finding]:
     """No connection stands, in neither direction."""
-    wrong = misplaced(seen)
     for (i, j), reach in sorted(seen.reaches.items()):
         back = seen.reaches.get((j, i))
         if i > j or reach.state == OK or (back is not None and back.state == OK):
             continue
-        if {i, j} & wrong:
+        if {i, j} & seen.misplaced:
             continue
-        there = "" if back is None else f", nor the other way at {back.address} ({became(back)})"
+        there = "" if back is None else f", nor the other way at {back.address} ({back.became})"
         yield Finding(
             f"{seen.label(i)} cannot connect to {seen.label(j)} at {reach.address} "
-            f"({became(reach)}){there}",
+            f"({reach.became}){there}",
             f"check ISLAND_ADDRESS on both; {RANGE}between them; or put both machines into a "
             "WireGuard network",
             stops=True,
@@ -108,18 +83,13 @@ def mtu_black_hole(seen: Examination) -> Iterator[Finding]:
             continue
         told.add(pair)
         yield Finding(
-            f"between {seen.label(i)} and {seen.label(j)} packets of {usual(seen, i, j)} bytes "
+            f"between {seen.label(i)} and {seen.label(j)} packets of {seen.usual(i, j)} bytes "
             f"vanish, those of {reach.packet} bytes pass: something on the way takes smaller "
             "packets only, and does not say so",
             f"on both machines: ip link set dev INTERFACE mtu {reach.packet} (or let the firewalls "
             "on the way pass ICMP of type 3, code 4; or sysctl -w net.ipv4.tcp_mtu_probing=1)",
             stops=True,
         )
-
-
-def usual(seen: Examination, i: int, j: int) -> int:
-    """Bytes of the packets that two islands send each other: of the smaller interface."""
-    return min((m for k in (i, j) if (m := seen.islands[k].mtu)), default=1500)
 
 
 def stalled(seen: Examination) -> Iterator[Finding]:
@@ -172,13 +142,6 @@ without a fault stay below."""
 UNEQUAL = 0.5  # of the median of the others
 
 
-def measured(seen: Examination) -> Iterator[tuple[int, int, Direction]]:
-    """(sender, receiver, what was measured) of the directions that have a rate."""
-    for (i, j), found in sorted(seen.directions.items()):
-        if found.best is not None:
-            yield i, j, found
-
-
 def port_100_mbit(seen: Examination) -> Iterator[Finding]:
     """An interface runs at 100 Mbit/s or less, or all that an island sends or receives is as fast
     as one of 100 Mbit/s lets it be.
@@ -193,7 +156,7 @@ def port_100_mbit(seen: Examination) -> Iterator[Finding]:
                 "eight wires and auto-negotiation at both ends (ethtool INTERFACE)",
             )
     low, high = PORT
-    slow = [(i, j, d.best) for i, j, d in measured(seen) if d.best and low <= d.best <= high]
+    slow = [(i, j, d.best) for i, j, d in seen.measured() if d.best and low <= d.best <= high]
     pairs = {frozenset((i, j)) for i, j, _ in slow}
     for pair in sorted(map(sorted, pairs)):
         if named & set(pair):
@@ -210,7 +173,7 @@ def port_100_mbit(seen: Examination) -> Iterator[Finding]:
 
 def window_limited(seen: Examination) -> Iterator[Finding]:
     """One connection is slower than the link: the window is smaller than rate x round trip."""
-    for i, j, found in measured(seen):
+    for i, j, found in seen.measured():
         one, best = found.mbit_s.get("1"), found.best
         if one is None or best is None or found.rtt_ms is None or found.rtt_ms < WINDOW_RTT:
             continue
@@ -237,7 +200,7 @@ def window_limited(seen: Examination) -> Iterator[Finding]:
 
 def slow_start_after_idle(seen: Examination) -> Iterator[Finding]:
     """The first message after a pause is slow, since TCP forgot its window meanwhile."""
-    for i, j, found in measured(seen):
+    for i, j, found in seen.measured():
         first, warm, rtt = found.first_after_idle_ms, found.warm_ms, found.rtt_ms
         if first is None or warm is None or rtt is None:
             continue
@@ -256,7 +219,7 @@ def slow_start_after_idle(seen: Examination) -> Iterator[Finding]:
 
 def packet_loss(seen: Examination) -> Iterator[Finding]:
     """Packets are lost on the way."""
-    for i, j, found in measured(seen):
+    for i, j, found in seen.measured():
         if found.loss is not None and found.loss >= LOSS:
             yield Finding(
                 f"of the packets from {seen.label(i)} to {seen.label(j)} {100 * found.loss:.1f} % "
@@ -268,7 +231,7 @@ def packet_loss(seen: Examination) -> Iterator[Finding]:
 
 def unequal_links(seen: Examination) -> Iterator[Finding]:
     """One direction is much slower, with any connections: the exchange waits for it."""
-    found = [(i, j, rate) for i, j, d in measured(seen) if (rate := d.best)]
+    found = [(i, j, rate) for i, j, d in seen.measured() if (rate := d.best)]
     for i, j, rate in found:
         others = [r for a, b, r in found if (a, b) != (i, j)]
         if others and rate < UNEQUAL * statistics.median(others):

@@ -5,6 +5,7 @@ a field that another release has added is ignored).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 
@@ -49,6 +50,12 @@ OK, REFUSED, TIMEOUT, UNREACHABLE, OTHER = "ok", "refused", "timeout", "unreacha
 """Outcomes of a connection: it stood; the port is closed; nothing came back; the system knows no
 way there; another program answered."""
 
+BECAME = {
+    TIMEOUT: "nothing comes back",
+    REFUSED: "the connection is refused",
+    OTHER: "somebody else answers",
+}
+
 
 @dataclass(frozen=True)
 class Reach:
@@ -77,6 +84,11 @@ class Reach:
     def whole(self) -> bool:
         """Whether data passes both ways."""
         return self.state == OK and self.forth is not False and self.back is not False
+
+    @property
+    def became(self) -> str:
+        """The outcome of a connection that does not stand, in words."""
+        return BECAME.get(self.state, "there is no way there, or nobody listens")
 
 
 @dataclass(frozen=True)
@@ -141,6 +153,20 @@ class Examination:
     def label(self, i: int) -> str:
         """An island by its number, as findings name it."""
         return self.islands[i].label
+
+    def usual(self, i: int, j: int) -> int:
+        """Bytes of the packets that two islands send each other: of the smaller interface."""
+        return min((m for k in (i, j) if (m := self.islands[k].mtu)), default=1500)
+
+    def measured(self) -> Iterator[tuple[int, int, Direction]]:
+        """(sender, receiver, what was measured) of the directions that have a rate."""
+        return ((i, j, d) for (i, j), d in sorted(self.directions.items()) if d.best is not None)
+
+    @property
+    def misplaced(self) -> set[int]:
+        """Islands that nobody reaches at the address that they name, but some island at another."""
+        reached = {to for (_, to), reach in self.reaches.items() if reach.state == OK}
+        return {to for (_, to), reach in self.reaches.items() if reach.other} - reached
 
 
 # ---- what is wrong -----------------------------------------------------------------------------

@@ -277,9 +277,8 @@ class Probe:
 
     def _after_pause(self, leads: bool) -> None:
         takes = SIZES[1] / max(self._rate, 1.0) if leads else 0.0
-        size, rounds = self.pair.plan(
-            leads, SIZES[1] if takes < 0.5 else SIZES[0], 2 if self.seconds >= 10 else 1
-        )
+        size = SIZES[1] if takes < 0.5 else SIZES[0]
+        size, rounds = self.pair.plan(leads, size, 2 if self.seconds >= 10 else 1)
         first, warm = [], []
         for _ in range(rounds):
             time.sleep(PAUSE)
