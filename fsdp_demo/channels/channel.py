@@ -25,6 +25,7 @@ from ..compression.transform import make_transform, transform
 from ..compression.windows import ContiguousViews, Window
 from ..config.channel import Channel
 from . import apply
+from .appliers import APPLIERS
 from .codec import ChannelCodec
 from .decode import DecodedMean
 from .state import ChannelState, LocalChannel, Placement, less
@@ -265,6 +266,8 @@ class ChannelRunner(LocalChannel):
             assert before is not None
             torch.sub(before, out, out=out)
             less(out, window, _own(flying))
+            if self.channel.applier.acts.pairs:  # what one island tells another
+                out.mul_(-self.channel.applier.own_part).add_(self.fetch(self.anchor, window))
         if isinstance(self.left_out, Tensor):
             return out.masked_fill_(self.left_out.bool(), 0.0)
         return out.zero_() if self.left_out else out
@@ -378,7 +381,7 @@ class ChannelRunner(LocalChannel):
         number = None if sent.partial else then.round(sent.step)
         last, late, flying = arrived.last, arrived.late, _own(arrived.flying)
         arrival = apply.Arrival(sent.own, flying, arrived.present, mix, number, last, late)
-        self.moved = apply.APPLIERS[then.channel.applier.acts_as](then, mean, arrival) or self.moved
+        self.moved = APPLIERS[then.channel.applier.acts_as](then, mean, arrival) or self.moved
 
     def round(self, step: int) -> int:
         """Number, from 1, of an exchange within its stage."""

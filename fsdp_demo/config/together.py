@@ -25,6 +25,7 @@ def problems(c: Config) -> Iterator[str]:
                 "twice, in its gradient and in its weight: take drop.divisor=exact, or weight=equal"
             )
     yield from _low_rank(c)
+    yield from _pairs(c)
     if c.by_speed:
         yield from _by_speed(c)
     if c.backup_islands:
@@ -84,6 +85,37 @@ def _low_rank(c: Config) -> Iterator[str]:
         yield (
             f"channels {late} of moments have a delay, and would land in another basis than they "
             "were sent in (inner_rank): set their schedule.delay to 0"
+        )
+
+
+def _pairs(c: Config) -> Iterator[str]:
+    """Why islands cannot exchange in pairs, or not with all."""
+    for channel in c.channels:
+        if channel.applier.acts.pairs != (c.pairs is not None):
+            yield (
+                f"pairs={c.pairs} with applier.acts_as={channel.applier.acts_as!r} in channel "
+                f"{channel.name!r}: only 'pair_step' and 'replace_sent' act on the mean of a pair, "
+                "and on no other. Take preset noloco or saps, or leave pairs out"
+            )
+    if c.pairs is None:
+        return
+    first = c.channels[0]
+    if any(x.schedule != first.schedule or x.fragments or x.after for x in c.channels):
+        yield "pairs: each message is of another pair, so give all channels one schedule"
+    if first.schedule.delay or not first.schedule.pure:
+        yield (
+            f"pairs with schedule.delay={first.schedule.delay}, when={first.schedule.when!r}: a "
+            "pair waits for each other, and asks nobody else: use delay=0, when='every'"
+        )
+    if c.by_speed or c.clips_together or (c.drop is not None and c.drop.limit == "auto"):
+        yield (
+            "pairs with local_steps='by_speed', clip_scope='islands' or drop.limit='auto', which "
+            "ask all islands: use 'equal', 'replica', and seconds"
+        )
+    if c.norm_limit is not None:
+        yield (
+            f"pairs with norm_limit={c.norm_limit:g}: the two of a pair have seen the norms of "
+            "other islands, and would leave out unlike ones: use norm_limit=null"
         )
 
 

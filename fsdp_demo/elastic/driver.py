@@ -271,12 +271,13 @@ class Driver(NetworkLoop):
     # ---- messages ------------------------------------------------------------------------------
 
     def _launch(self, message: RoundMessage) -> None:
-        if self.stopping.gave_up or self.stopping.abandoned(message.n):
+        if self.stopping.gave_up or self.stopping.abandoned(message.n, message.among):
             self.stopping.give_up(message)
             return
         self.traffic.open(message)
+        question = message.header.kind not in WITHIN
         self._step(
-            protocol_events.Launched(message.n, message.kind, message.header.kind not in WITHIN)
+            protocol_events.Launched(message.n, message.kind, question, among=message.among)
         )
         self.traffic.expect(message)
         head = message.header

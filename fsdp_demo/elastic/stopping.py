@@ -46,11 +46,42 @@ class Stopping:
         self._loop.do(lambda: self.end(applied_at))
         if not self._loop.wait(self._settled, seconds):
             return None
+        return self._most
+
+    def stop_in_pairs(self, applied_at: int, seconds: float) -> int | None:
+        """As `stop_with_all`, where messages are of pairs: nobody can say which will never be sent,
+        as those of others go on. So all end behind the same exchange: whoever is not so far trains
+        on to the furthest, which says so with each message that it launches.
+        """
+
+        def over() -> bool:
+            rank = self._loop.machine
+            members = set(rank.record.members) - rank.lost
+            here = [m for m in members & self._ends.keys() if self._applied_at.get(m) == applied_at]
+            owed = any(map(rank.owed, rank.open))
+            return self._most > applied_at or (len(here) == len(members) and not owed)
+
+        self._loop.do(lambda: self.end(applied_at))
+        if not self._loop.wait(over, seconds):
+            return None
+        most = self._most
+        if most > applied_at:
+            self._loop.do(self._go_on)
+        return most
+
+    def _go_on(self) -> None:
+        self._ends.pop(self._loop.machine.me, None)
+        self.announce()
+
+    @property
+    def _most(self) -> int:
         return max(self._applied_at.values(), default=-1)
 
     def launches(self, message: RoundMessage) -> None:
-        """Note the newest message of this rank."""
+        """Note the newest message of this rank; of a pair, that it comes so far."""
         self.last = message
+        if message.among:
+            self._applied_at[self._loop.machine.me] = message.header.step + 1
 
     def announce(self, again: bool = False) -> None:
         """Tell peers and siblings that this rank was told to end, and the first message that it
@@ -79,7 +110,9 @@ class Stopping:
             self._told.add(member)
             self.together |= note.together and me in self._told
             if note.end >= 0:
-                self._ends.setdefault(member, note.end)
+                self._ends[member] = note.end
+            else:
+                self._ends.pop(member, None)
             if note.applied_at >= 0:
                 self._applied_at[member] = note.applied_at
 
@@ -98,7 +131,7 @@ class Stopping:
     def give_up_last(self) -> None:
         """Wait no longer for the last message, where it is abandoned and not delivered."""
         message = self.last
-        if message is not None and not self.gave_up and self.abandoned(message.n):
+        if message is not None and not self.gave_up and self.abandoned(message.n, message.among):
             if any(e.n == message.n and not e.delivered for e in self._loop.machine.open):
                 self.give_up(message)
 
@@ -108,9 +141,9 @@ class Stopping:
         self.end()
         message.tasks.put(PeerLost(ABANDONED))
 
-    def abandoned(self, n: int) -> bool:
-        """Whether some member never sends message n, or this rank has said so."""
-        return self.together and any(n >= end for end in self._ended())
+    def abandoned(self, n: int, among: tuple[Member, ...] = ()) -> bool:
+        """Whether some member never sends message n, or this rank has said so; never of a pair."""
+        return self.together and not among and any(n >= end for end in self._ended())
 
     def departed(self, member: Member) -> bool:
         """Whether a peer may go without a change of members: it sends nothing more, and this rank

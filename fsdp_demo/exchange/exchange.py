@@ -35,7 +35,14 @@ from .first_step import FirstStep, refuse_unknown
 from .leaving import Departures
 from .message import LocalStatus
 from .readings import Readings
-from .refusals import Copies, refuse_foreign_savers, refuse_meta, refuse_shown, warn_of_outside
+from .refusals import (
+    Copies,
+    refuse_comers,
+    refuse_foreign_savers,
+    refuse_meta,
+    refuse_shown,
+    warn_of_outside,
+)
 from .saved_state import ExchangeState
 from .sending import ExchangeConnections
 from .startup import Start, StateSource
@@ -89,6 +96,8 @@ class Exchange(Readings):
         assembly.check(config, host)
         if config.backup_islands:
             backup.refuse(topology)
+        if config.pairs is not None:
+            refuse_comers(topology)
         if topology.islands > 1:  # alone nothing is sent: shapes are enough to plan with
             refuse_meta(host, model)
         refuse_unknown(host, model, config.own_tensors)
@@ -96,7 +105,7 @@ class Exchange(Readings):
         self.shows_result = self.newcomer = False
         self._equal: bool | None = None
         self.told: dict[str, Any] = {}
-        status = LocalStatus(topology.islands, alone=topology.elastic)
+        status = LocalStatus(topology.islands, alone=topology.elastic or config.pairs is not None)
         self._connections = ExchangeConnections(
             topology,
             host.shard_position(topology.rank, topology.world),
@@ -296,7 +305,16 @@ class Exchange(Readings):
             together: wait for that, however long the period. False: where no payload leaves in the
                 next step, this island stops after it (of several ranks: within about a second,
                 all after one step), and the others notice at their next exchange.
+
+        Raises:
+            ValueError: together, where islands exchange in pairs.
         """
+        if together and self.config.pairs is not None:
+            raise ValueError(
+                "request_stop(together=True) with pairs: a message reaches one other island, so no "
+                "step is known at which all stop. Send SIGTERM to all islands, or agree on the "
+                "step with exchange.across_islands"
+            )
         self._runtime.status.request_stop(together)
 
     @collective("stop_here()")

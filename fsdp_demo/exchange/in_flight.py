@@ -22,6 +22,7 @@ import torch
 from torch.profiler import record_function
 
 from ..channels.channel import ChannelPayload, ChannelRunner, Incoming
+from ..config.pairs import PairSchedule
 from ..elastic.peer_group import PeerGroup
 from ..errors import PeerLost
 from ..peers.collectives import ReceivedMessage
@@ -81,18 +82,30 @@ class InFlightQueue:
         self.unsent: list[PendingExchange] = []
 
     def work_with(
-        self, channels: Sequence[ChannelRunner], norm_limit: float | None, pace: Pace
+        self,
+        channels: Sequence[ChannelRunner],
+        norm_limit: float | None,
+        pace: Pace,
+        pairs: PairSchedule | None = None,
     ) -> None:
-        """Set the channels, `ExchangeConfig.norm_limit` and who hears the islands' speeds: at the
-        start, and where the method is chosen later, while nothing is under way. `watch` and
-        `history` stay.
+        """Set the channels, `ExchangeConfig.norm_limit`, who hears the islands' speeds, and which
+        islands exchange in pairs: at the start, and where the method is chosen later, while nothing
+        is under way. `watch` and `history` stay.
         """
+        self._pairs = pairs
         self.channels, self._pace = list(channels), pace
         in_flight = max((c.channel.schedule.in_flight for c in channels), default=0)
         self.norms = Norms(norm_limit, in_flight)
         self.sender = MessageSender(
-            self.connections, self.device, self.watch, self.norms, self.ledger
+            self.connections, self.device, self.watch, self.norms, self.ledger, self._members
         )
+
+    def _members(self, step: int) -> tuple[int, ...]:
+        """The islands of the message of a step; empty: all."""
+        peers, schedule = self.connections.peers, self.channels[0].channel.schedule
+        if self._pairs is None or peers is None:
+            return ()
+        return self._pairs.members(schedule.round(step), peers.slot)
 
     # ---- sending -------------------------------------------------------------------------------
 
@@ -229,7 +242,7 @@ class InFlightQueue:
             float(error is not None),
             float(asked),
             float(bool(self.watch.written) and flight.step >= 0),
-            float(len(headers)),
+            float(self.history.islands if self._pairs and headers else len(headers)),
             *self._paces(headers, arrived.slots if headers else ()),
         )
         if failed:
@@ -242,7 +255,8 @@ class InFlightQueue:
             self._took_part(int(islands))
             self._pace.hear(list(map(int, paces)))
         if headers and flight.step >= 0:
-            if arrived.slots != self.history.slots:
+            # of pairs all members stay
+            if self._pairs is None and arrived.slots != self.history.slots:
                 self.history.hear(flight.step, arrived.slots)
             told = [*zip(arrived.slots, headers, strict=False)]
             self.history.early = tuple(slot for slot, h in told if h.flags & EARLY)

@@ -84,7 +84,9 @@ def stop_with_all(runtime: StepRuntime) -> int:
         # the step count at which this island applied its last message; 0 where there was none
         applied_at = max((n + delays[name] + 1 for name, n in queue.applied.items()), default=0)
         job = worker.submit(
-            lambda: peers.stop_with_all(applied_at, max(end - time.monotonic(), 0.0))
+            lambda: peers.stop_with_all(
+                applied_at, max(end - time.monotonic(), 0.0), runtime.config.pairs is not None
+            )
         )
         try:
             ends_at = job.result(seconds + 1.0)
@@ -266,12 +268,15 @@ class Departures:
         already; at most `delay` steps are taken. All ranks of the island call it together, at the
         end of a step.
         """
-        if not self._topology.elastic:
+        in_pairs = runtime.config.pairs is not None
+        if not (self._topology.elastic or in_pairs):
             return False
         if self._stops_by is None:
             if not _all_stop(runtime):
                 return False
             self._stops_by = time.monotonic() + patience(runtime)
+            self._ends_at = stop_with_all(runtime)
+        elif in_pairs and runtime.step >= self._ends_at:
             self._ends_at = stop_with_all(runtime)
         late = time.monotonic() >= self._stops_by
         return not runtime.island.any(late or runtime.step >= self._ends_at)
@@ -284,7 +289,8 @@ class Departures:
             together = True
             stop_with_all(runtime)
         elif stopped and topology.elastic and runtime.stopped_alone and not together:
-            say(runtime, patience(runtime))
+            if runtime.config.pairs is None:  # else the run ends here
+                say(runtime, patience(runtime))
         if together:
             runtime.queue.note_unsent()
         alone = together or peers is None or len(peers.alive) == 1

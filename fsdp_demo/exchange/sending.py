@@ -30,6 +30,7 @@ from ..elastic.message_state import Vectors
 from ..elastic.peer_group import PeerGroup, PeerUser
 from ..peers.collectives import ReceivedMessage
 from ..peers.header import (
+    ENDING,
     LEAVING,
     NOT_FINITE,
     PASSED,
@@ -334,6 +335,7 @@ class MessageSender:
         watch: checks headers and bodies of the answers.
         norms: of earlier messages, by which the contributions in answers are judged.
         ledger: counts bytes by channel.
+        among: gives the islands of the message of a step; empty: all.
     """
 
     def __init__(
@@ -343,7 +345,9 @@ class MessageSender:
         watch: Watch,
         norms: Norms,
         ledger: Ledger,
+        among: Callable[[int], tuple[int, ...]] = lambda step: (),
     ):
+        self._among = among
         self._connections, self._device = connections, device
         self._watch, self._norms, self._ledger = watch, norms, ledger
         self._staging = Staging(device)
@@ -461,7 +465,8 @@ class MessageSender:
 
         before = Moved(peers.meter.bytes_sent, peers.meter.bytes_received)
         with record_function("fsdp_demo::send"):
-            arrived = peers.exchange(head, body, sent, weigh, compares)
+            among = () if head.flags & ENDING else self._among(flight.step)
+            arrived = peers.exchange(head, body, sent, weigh, compares, among)
         flight.moved = Moved(peers.meter.bytes_sent, peers.meter.bytes_received) - before
         self._ledger.message(message, peers.size, peers.rank, flight.moved)
         if compares and sections is not None and len(arrived.bodies) > 1:

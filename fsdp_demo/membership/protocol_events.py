@@ -35,11 +35,16 @@ class Launched(Event, frozen=True):
     """The training loop of this rank has made message n. Numbers come in order. A `question` is a
     message between two steps, in which a newcomer that has not begun takes no part: it begins with
     the first other message from its base on.
+
+    among: its members, this one included, where they are not all. Only where all must stay, so no
+    change of members ever settles it: a loss ends the run. All members launch each number, with
+    the same set if they are in it, so numbers and deliveries go on as among all.
     """
 
     n: int
     kind: Kind
     question: bool = False
+    among: tuple[Member, ...] = ()
 
 
 class PieceReceived(Event, frozen=True):
