@@ -199,8 +199,8 @@ def _step_own(
 
 
 def rate(window: Window, applier: Applier, sparse: bool) -> float:
-    """The outer rate of a window: `lr`, and for whole tensors of a sparse channel `dense_lr`; `pull`
-    where there is one.
+    """The outer rate of a window: `lr`, and for whole tensors of a sparse channel `dense_lr`; where
+    there is one `pull`.
     """
     if applier.pull:
         return applier.pull

@@ -266,8 +266,9 @@ class ChannelRunner(LocalChannel):
             assert before is not None
             torch.sub(before, out, out=out)
             less(out, window, _own(flying))
-            if self.channel.applier.acts.pairs:  # what one island tells another
-                out.mul_(-self.channel.applier.own_part).add_(self.fetch(self.anchor, window))
+            anchor = self.fetch(self.anchor, window)
+            if self.channel.applier.acts.pairs and anchor is not None:
+                out.mul_(-self.channel.applier.own_part).add_(anchor)
         if isinstance(self.left_out, Tensor):
             return out.masked_fill_(self.left_out.bool(), 0.0)
         return out.zero_() if self.left_out else out

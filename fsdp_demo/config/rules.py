@@ -105,9 +105,8 @@ def _applier_rules(c: Channel) -> list[tuple[bool, str]]:
             f"applier.acts_as={wanted}",
         ),
         (
-            a.acts_as == "replace_sent" and not (
-                c.codec.seeded and c.codec.format.exact and c.codec.transform == "none"
-            ),
+            a.acts_as == "replace_sent"
+            and not (c.codec.seeded and c.codec.format.exact and c.codec.transform == "none"),
             "applier.acts_as='replace_sent' is for parameters at positions that all know: "
             f"codec.select 'random' or 'stride', transform 'none', value_dtype {exact}; found "
             f"{c.codec.select!r}, {c.codec.transform!r}, {c.codec.value_dtype!r}",

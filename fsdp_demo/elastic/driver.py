@@ -276,9 +276,7 @@ class Driver(NetworkLoop):
             return
         self.traffic.open(message)
         question = message.header.kind not in WITHIN
-        self._step(
-            protocol_events.Launched(message.n, message.kind, question, among=message.among)
-        )
+        self._step(protocol_events.Launched(message.n, message.kind, question, among=message.among))
         self.traffic.expect(message)
         head = message.header
         counts = head.kind == PAYLOAD and not (head.late or head.flags & ENDING)

@@ -427,9 +427,7 @@ class PeerGroup:
         """Whether a message comes to nothing, as all islands end: it is to be saved as unsent."""
         return self._driver is not None and self._driver.stopping.gave_up
 
-    def stop_with_all(
-        self, applied_at: int, seconds: float, in_pairs: bool = False
-    ) -> int | None:
+    def stop_with_all(self, applied_at: int, seconds: float, in_pairs: bool = False) -> int | None:
         """Wait until all have what all have sent: all islands are told to end, and this rank sends
         nothing more. In the worker's thread, after what is under way.
 
