@@ -282,8 +282,8 @@ CASES = {
         oracle.SparseLoCo, sgd, {"period": P, "code": "fp32", "every": 2}, seeds={"4x1": 74}),
     "noloco": Case(preset("noloco", period=P, clip=None), noloco_oracle, adamw,
         {"alpha": 0.5, "beta": 0.7, "gamma": 0.7}),
-    "noloco-pull": Case(preset("noloco", period=P, clip=None, pull=0.9, momentum=0.3), noloco_oracle,
-        adamw, {"alpha": 0.3, "beta": 0.7, "gamma": 0.9}),
+    "noloco-pull": Case(preset("noloco", period=P, clip=None, pull=0.9, momentum=0.3),
+        noloco_oracle, adamw, {"alpha": 0.3, "beta": 0.7, "gamma": 0.9}),
     "saps": Case(SAPS, saps_oracle, sgd, {"config": SAPS}),
 }  # fmt: skip
 

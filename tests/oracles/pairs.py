@@ -103,7 +103,7 @@ class InPairs(Replicas):
             before = [self.now(r) for r in range(self.R)]
             for members in [*found, *((i,) for i in alone)]:
                 for r in members:
-                    self.act(r, [before[i] for i in members], [i for i in members])
+                    self.act(r, [before[i] for i in members], list(members))
         self.t += 1
 
     def act(self, r: int, thetas: list[Tensors], members: list[int]) -> None:
@@ -152,5 +152,7 @@ class SapsAverage(InPairs):
                 zip(shard_rows(p.data, self.S), shard_rows(average, self.S), strict=True)
             ):
                 sent = self.positions(self.t // self.period, name, s)
-                sent = sent if sent.any() else torch.ones_like(sent)  # a small tensor goes whole
+                # a small tensor goes whole, and so does what fills no row of 64
+                sent = sent.clone() if sent.any() else torch.ones_like(sent)
+                sent.view(-1)[sent.numel() // 64 * 64 :] = True
                 here.copy_(torch.where(sent, new, here))

@@ -33,8 +33,8 @@ def saps(period: int = 1, topk: int = 41, value_dtype: str = "fp32") -> Exchange
     `topk` of 4096 parameters, at positions of a shared seed.
 
     Any inner optimizer (published: SGD); its state stays local. Published: every step, 1 % of the
-    parameters, pairs by measured bandwidth: `pairs={by: bandwidth, bandwidth: MATRIX}`. Ours: random
-    pairs without that, and small tensors go whole.
+    parameters, pairs by measured bandwidth (`pairs={by: bandwidth, bandwidth: MATRIX}`). Ours:
+    random pairs without that, and small tensors go whole.
     """
     mean = Applier("replace_sent")
     codec = Codec("none", "random", topk, value_dtype)

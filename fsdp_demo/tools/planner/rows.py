@@ -235,12 +235,11 @@ def _played(s: Situation, config: ExchangeConfig | None) -> Played:
         b: (b - a) % found.steps or found.steps
         for a, b in zip(steps[-1:] + steps[:-1], steps, strict=True)
     }
-    due = {
-        step: [
-            _slowest([_timed(one, m, gaps[step] * tick, others) for one in each]) for m in messages
-        ]
-        for step, messages in found.due.items()
-    }
+
+    def timed(step: int, m: PlannedMessage) -> Timed:
+        return _slowest([_timed(one, m, gaps[step] * tick, others) for one in each])
+
+    due = {step: [timed(step, m) for m in messages] for step, messages in found.due.items()}
     return play(found.steps, due, tick)
 
 
