@@ -28,6 +28,7 @@ CLASSES: dict[str, tuple[Any, str]] = {  # table: the class, and what its keys b
     "keys-fragments": (parts.Fragments, "fragments."),
     "keys-later": (channel.Phase, "later."),
     "keys-drop": (parts.Drop, "drop."),
+    "keys-pairs": (parts.Pairs, "pairs."),
 }
 ALLOWED = {  # where it depends on another key, or a value alone makes no instance
     "schedule.offset": "`0 <= offset < sync_every`",
