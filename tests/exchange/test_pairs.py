@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -284,3 +285,26 @@ def test_pairs_loss_ends_the_run(run_ranks: Any) -> None:
     assert all(
         "island 2" in f.log and "4 must go on together" in f.log for f in (found[0], found[3])
     )
+
+
+@in_threads(4)
+def test_pairs_stop_in_a_mesh(topology: Any) -> None:
+    """In a mesh, too, all that are told to end stop at one step, though two were three rounds
+    ahead of the others when these were told.
+    """
+    run, ahead = Noise(topology, preset("saps", clip=None, seed=5)), topology.island > 1
+    run.exchange.raise_stopped(False)
+    while not run.exchange.stopped:
+        if run.exchange.step == (12 if ahead else 9):
+            run.exchange.request_stop()
+        run.step()
+    ends = ENDS.setdefault("stopped", [])
+    ends.append(run.exchange.step)
+    run.exchange.leave(stopped=True)
+    while len(ends) < 4:
+        time.sleep(0.01)
+    run.exchange.detach()
+    assert len(set(ends)) == 1 and ends[0] >= 13
+
+
+ENDS: dict[str, list[int]] = {}
