@@ -199,11 +199,7 @@ def _step_own(
 
 
 def rate(window: Window, applier: Applier, sparse: bool) -> float:
-    """The outer rate of a window: `lr`, and for whole tensors of a sparse channel `dense_lr`; where
-    there is one `pull`.
-    """
-    if applier.pull:
-        return applier.pull
+    """The outer rate of a window: `lr`, and for whole tensors of a sparse channel `dense_lr`."""
     return applier.dense_lr if sparse and window.group is None else applier.lr
 
 

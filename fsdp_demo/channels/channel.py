@@ -266,9 +266,9 @@ class ChannelRunner(LocalChannel):
             assert before is not None
             torch.sub(before, out, out=out)
             less(out, window, _own(flying))
-            anchor = self.fetch(self.anchor, window)
-            if self.channel.applier.acts.pairs and anchor is not None:
-                out.mul_(-self.channel.applier.own_part).add_(anchor)
+            anchor = self.fetch(self.anchor, window) if self.channel.applier.acts.pairs else None
+            if anchor is not None:  # the parameters, without what rounding has added
+                torch.sub(anchor, out, out=out)
         if isinstance(self.left_out, Tensor):
             return out.masked_fill_(self.left_out.bool(), 0.0)
         return out.zero_() if self.left_out else out

@@ -315,8 +315,8 @@ class SeededMean(DecodedMean):
 
     def marks(self) -> SeededMean:
         """Ones where something was sent, zeros elsewhere."""
-        sent = map(torch.ones_like, (self._chosen, self._dense))
-        return SeededMean(self.layout, self._positions, self._topk, *sent)
+        ones = map(torch.ones_like, (self._chosen, self._dense))
+        return SeededMean(self.layout, self._positions, self._topk, *ones)
 
     def add_to(self, work: Tensor, alpha: float) -> None:
         # only what was sent is touched

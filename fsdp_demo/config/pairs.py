@@ -1,6 +1,5 @@
-"""Which two islands exchange with each other: a pure function of the round, the seed and the
-islands' bandwidths, so that all compute the same pairs and nobody asks. Draws are those of Python's
-Mersenne twister, which does not change between releases.
+"""Which two islands exchange: a pure function of round, seed and bandwidths, so that all islands
+compute the same pairs. Draws are those of Python's Mersenne twister, which stays what it is.
 """
 
 from __future__ import annotations
@@ -13,48 +12,33 @@ from statistics import median
 from .parts import Pairs
 
 Edge = tuple[int, int]
-"""Two islands, the lower number first."""
-
 BLOCK = 256
 """Rounds after which what is remembered of links begins anew: a resume computes no more."""
 
 
 class PairSchedule:
-    """The pairs of `islands` islands, round by round. Where their number is odd one stays alone.
-
-    Args:
-        seed: `ExchangeConfig.seed`.
-
-    Raises:
-        ValueError: the matrix of bandwidths is of another number of islands.
-
-    Example:
-        >>> PairSchedule(Pairs(), islands=4, seed=0).members(1, 2)
-        (0, 2)
+    """The pairs of `islands` islands; of an odd number one stays alone in each round. Raises
+    ValueError: the bandwidths are those of another number of islands.
     """
 
     def __init__(self, pairs: Pairs, islands: int, seed: int):
         self._pairs, self._islands, self._seed = pairs, islands, seed
         self._edges = list(combinations(range(islands), 2))
-        self._fast = fast_edges(pairs, islands) if pairs.by == "bandwidth" else []
-        self._next, self._used = 0, dict[Edge, int]()
-        self._found: tuple[Edge, ...] = ()
+        self._fast = _fast(pairs, self._edges, islands) if pairs.bandwidth else []
+        self._next, self._used, self._found = 0, dict[Edge, int](), tuple[Edge, ...]()
 
     def members(self, round: int, island: int) -> tuple[int, ...]:
         """The islands of `island`'s message in a round (from 1), ascending: two, or it alone."""
         return next((e for e in self.edges(round) if island in e), (island,))
 
     def edges(self, round: int) -> tuple[Edge, ...]:
-        """The pairs of a round, from 1."""
+        """The pairs of a round."""
         if self._pairs.by == "random":
             draws = self._draws(round, self._islands)
             return paired(sorted(range(self._islands), key=draws.__getitem__))
-        number = round - 1
-        if number == self._next - 1:
-            return self._found
-        if number < self._next or number // BLOCK > self._next // BLOCK:
-            self._next = number - number % BLOCK
-        while self._next <= number:
+        if not self._next <= round <= self._next - self._next % BLOCK + BLOCK:
+            self._next = (round - 1) // BLOCK * BLOCK
+        while self._next < round:
             if self._next % BLOCK == 0:
                 self._used = {}
             self._found = self._by_bandwidth(self._next)
@@ -66,13 +50,11 @@ class PairSchedule:
         """As SAPS-PSGD's released code: links that were never used count as used in round 0."""
         since = number % BLOCK - self._pairs.rounds
         last = {e: self._used.get(e, 0) for e in self._edges}
-        recent = [e for e in self._edges if last[e] > since]
         known = self._fast
-        if not connected(recent, self._islands):
+        if not connected([e for e in self._edges if last[e] > since], self._islands):
             known = [e for e in self._edges if last[e] < since]
-        draws = self._draws(number + 1, 2 * len(self._edges))
-        first = dict(zip(self._edges, draws, strict=False))
-        again = dict(zip(self._edges, draws[len(self._edges) :], strict=True))
+        draws = iter(self._draws(number + 1, 2 * len(self._edges)))
+        first, again = (dict(zip(self._edges, draws, strict=False)) for _ in range(2))
         found = best_pairs({e: first[e] for e in known}, self._islands)
         return found or best_pairs(again, self._islands)
 
@@ -82,44 +64,35 @@ class PairSchedule:
 
 
 def paired(order: Sequence[int]) -> tuple[Edge, ...]:
-    """The pairs of a permutation of the islands, as in NoLoCo's released code: each of the first
-    half with the one that stands as far in the second.
-
-    >>> paired([2, 0, 3, 1])
-    ((0, 1), (2, 3))
-    """
-    half = len(order) // 2
-    both = zip(order[:half], order[half : 2 * half], strict=True)
+    """The i-th of a permutation with the i-th of its second half, as in NoLoCo's released code."""
+    both = zip(order[: len(order) // 2], order[len(order) // 2 :], strict=False)
     return tuple(sorted((min(e), max(e)) for e in both))
 
 
-def fast_edges(pairs: Pairs, islands: int) -> list[Edge]:
-    """The links that are faster than `fast` in both directions. Raises ValueError: see above."""
+def _fast(pairs: Pairs, edges: Sequence[Edge], islands: int) -> list[Edge]:
     found = pairs.bandwidth
     if len(found) != islands:
         raise ValueError(
-            f"pairs.bandwidth has {len(found)} rows, and there are {islands} islands: give a row "
-            "and a column for each, in the order of ISLAND_RANK"
+            f"pairs.bandwidth has {len(found)} rows for {islands} islands: give each a row and a "
+            "column, in the order of ISLAND_RANK"
         )
-    speeds = {(i, j): min(found[i][j], found[j][i]) for i, j in combinations(range(islands), 2)}
-    least = pairs.fast or median(speeds.values() or [0.0])
+    speeds = {(i, j): min(found[i][j], found[j][i]) for i, j in edges}
+    least = pairs.fast or median(speeds.values())
     return [e for e, speed in speeds.items() if speed > least]
 
 
 def connected(edges: Sequence[Edge], islands: int) -> bool:
     """Whether these links connect all islands."""
-    reached, grown = {0}, True
-    while grown:
-        more = {i for e in edges if reached.intersection(e) for i in e} - reached
-        reached, grown = reached | more, bool(more)
+    reached = {0}
+    while more := {i for e in edges if reached.intersection(e) for i in e} - reached:
+        reached |= more
     return len(reached) == islands
 
 
 def best_pairs(draws: Mapping[Edge, float], islands: int) -> tuple[Edge, ...]:
-    """The pairs of all islands (but one, of an odd number) whose smallest draw is largest, then
-    whose next one is, and so on; empty where these links leave more over.
-
-    Costs are powers of two, so no two sets cost the same, and any exact search finds this one.
+    """The pairs whose smallest draw is largest, then whose next one is, and so on; empty where
+    these links leave two islands over. Costs are powers of two, so no two sets cost the same, and
+    any exact search finds this one.
     """
     import networkx  # torch needs it, too
 

@@ -25,7 +25,6 @@ WEIGHTS = ("equal", "tokens")
 REDUCER_CLIPS = ("none", "median_norm")
 ORDERS = ("strided", "sequential")
 DIVISORS = ("published", "exact")
-PAIRS_BY = ("random", "bandwidth")
 
 
 @dataclass(frozen=True)
@@ -247,9 +246,9 @@ class Applier:
 
     Attributes:
         acts_as: `gradient`: the mean becomes the gradient of your optimizer; `outer_step`: a step
-            of SGD on the anchor; `replace`: parameters or state become the mean; between two
-            islands `pair_step` (NoLoCo): a step of an anchor of one's own, also towards the pair's
-            mean, and `replace_sent` (SAPS): parameters that were sent become the mean.
+            of SGD on the anchor; `replace`: parameters or state become the mean; of two islands
+            `pair_step` (NoLoCo): each steps an anchor of its own towards the mean, and
+            `replace_sent` (SAPS): parameters that were sent become the mean.
         lr: rate of the outer step.
         dense_lr: the same for tensors that a sparse channel sends whole.
         momentum: momentum of the outer step.
@@ -268,8 +267,6 @@ class Applier:
             lands, with a delay of one period up to two; 1/R in eager updates (arXiv 2502.12996).
         own_step: the own share takes the outer step, too, with a momentum that each island keeps
             for itself, as in that paper.
-        pull: of `pair_step`, the rate of the way to the pair's mean anchor (gamma of NoLoCo); 0: as
-            `lr`.
 
     Example:
         >>> from fsdp_demo import Applier
@@ -290,11 +287,9 @@ class Applier:
     own_share: float = 1.0
     own_step: bool = False
     dampening: float = 0.0
-    pull: float = 0.0
 
     def __post_init__(self) -> None:
         one_of("applier.acts_as", self.acts_as, tuple(APPLIERS))
-        in_range("applier.pull", self.pull, 0.0)
         in_range("applier.lr", self.lr, 0.0)
         in_range("applier.dense_lr", self.dense_lr, 0.0)
         in_range("applier.mix", self.mix, 0.0, 1.0)
@@ -318,11 +313,6 @@ class Applier:
     def acts(self) -> Acts:
         """The channels that `acts_as` is for."""
         return APPLIERS[self.acts_as]
-
-    @property
-    def own_part(self) -> float:
-        """The share of its own delta in what an island tells another (`pair_step`)."""
-        return self.lr / (self.pull or self.lr or 1.0)
 
     def momentum_in(self, round: int) -> float:
         """The momentum in a round, counted from 1: the first of a warm-up has none."""
@@ -397,11 +387,6 @@ class Pairs:
         bandwidth: Mbit/s from each island (row) to each, as `fsdp-demo doctor` measures them.
         fast: Mbit/s above which a link is fast, in both directions; 0: the median of all links.
         rounds: the pairs of so many rounds must connect all islands.
-
-    Example:
-        >>> from fsdp_demo import preset
-        >>> preset("noloco").pairs.by
-        'random'
     """
 
     by: str = "random"
@@ -410,12 +395,12 @@ class Pairs:
     rounds: int = 10
 
     def __post_init__(self) -> None:
-        one_of("pairs.by", self.by, PAIRS_BY)
+        one_of("pairs.by", self.by, ("random", "bandwidth"))
         in_range("pairs.fast", self.fast, 0.0)
         in_range("pairs.rounds", self.rounds, 1)
         square = all(len(row) == len(self.bandwidth) for row in self.bandwidth)
-        if bool(self.bandwidth) != (self.by == "bandwidth") or not square:
+        if (len(self.bandwidth) > 1) != (self.by == "bandwidth") or not square:
             raise ValueError(
-                f"pairs.by={self.by!r} with pairs.bandwidth of {len(self.bandwidth)} rows: "
-                "'bandwidth' needs a row and a column for each island, and 'random' takes none"
+                f"pairs.by={self.by!r} with {len(self.bandwidth)} rows of pairs.bandwidth: "
+                "'bandwidth' needs a row and a column for each island, 'random' none"
             )

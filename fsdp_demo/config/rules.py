@@ -328,8 +328,6 @@ def _unused(c: Channel) -> dict[str, str]:
     if a.local_delta:
         local = "whose momentum is the accumulator's (accumulator.beta)"
         found |= dict.fromkeys(_MOMENTUM, f"{name} has applier.local_delta=True, {local}")
-    if a.acts_as != "pair_step":
-        found["applier.pull"] = f"it is for applier.acts_as='pair_step', found {a.acts_as!r}"
     if a.acts_as not in ("outer_step", "pair_step"):
         found |= dict.fromkeys(
             (*_MOMENTUM, "applier.lr", "applier.dense_lr"),

@@ -90,33 +90,21 @@ def _low_rank(c: Config) -> Iterator[str]:
 
 def _pairs(c: Config) -> Iterator[str]:
     """Why islands cannot exchange in pairs, or not with all."""
-    for channel in c.channels:
-        if channel.applier.acts.pairs != (c.pairs is not None):
+    for x in c.channels:
+        if x.applier.acts.pairs != (c.pairs is not None):
             yield (
-                f"pairs={c.pairs} with applier.acts_as={channel.applier.acts_as!r} in channel "
-                f"{channel.name!r}: only 'pair_step' and 'replace_sent' act on the mean of a pair, "
-                "and on no other. Take preset noloco or saps, or leave pairs out"
+                f"pairs={c.pairs} with applier.acts_as={x.applier.acts_as!r} ({x.name}): only "
+                "'pair_step' and 'replace_sent' act on the mean of a pair, and on no other. "
+                "Take preset noloco or saps, or leave pairs out"
             )
-    if c.pairs is None:
-        return
-    first = c.channels[0]
-    if any(x.schedule != first.schedule or x.fragments or x.after for x in c.channels):
-        yield "pairs: each message is of another pair, so give all channels one schedule"
-    if first.schedule.delay or not first.schedule.pure:
-        yield (
-            f"pairs with schedule.delay={first.schedule.delay}, when={first.schedule.when!r}: a "
-            "pair waits for each other, and asks nobody else: use delay=0, when='every'"
-        )
-    if c.by_speed or c.clips_together or (c.drop is not None and c.drop.limit == "auto"):
-        yield (
-            "pairs with local_steps='by_speed', clip_scope='islands' or drop.limit='auto', which "
-            "ask all islands: use 'equal', 'replica', and seconds"
-        )
-    if c.norm_limit is not None:
-        yield (
-            f"pairs with norm_limit={c.norm_limit:g}: the two of a pair have seen the norms of "
-            "other islands, and would leave out unlike ones: use norm_limit=null"
-        )
+        s = x.schedule
+        odd = s != c.channels[0].schedule or s.delay or not s.pure or x.fragments or x.after
+        if c.pairs and odd:
+            yield "pairs ask nobody else: use one schedule, delay=0, when='every', no fragments"
+    if c.pairs and (c.by_speed or c.clips_together or (c.drop and c.drop.limit == "auto")):
+        yield "pairs with local_steps='by_speed', clip_scope='islands', drop='auto': these ask all"
+    if c.pairs and c.norm_limit is not None:
+        yield "pairs with norm_limit: the two have seen unlike norms before. Set norm_limit=null"
 
 
 def _by_speed(c: Config) -> Iterator[str]:

@@ -203,13 +203,7 @@ class PeerGroup:
         return self._run(header, data, longest=longest, setup=True)[1]
 
     def exchange(
-        self,
-        header: Header,
-        body: Tensor,
-        vectors: Vectors,
-        weigh: Weigh,
-        compare: bool = False,
-        among: Sequence[int] = (),
+        self, header: Header, body: Tensor, vectors: Vectors, weigh: Weigh, **how: Any
     ) -> ReceivedMessage:
         """What all replicas send in one message: a body (uint8, equal length everywhere), and
         vectors of which each gets the mean.
@@ -218,13 +212,10 @@ class PeerGroup:
             vectors: (fp32 [n] on the CPU, code); weigh: from the headers the weights of each, or
                 an error, which is raised here. With weights w = weights[i] vector i becomes
                 sum_r w_r v_r / sum_r w_r, zeros if all its weights are zero.
-            compare: note `alike` and `something`.
-            among: the slots of the replicas that the message is among, this one included, where
-                they are not all; all must stay then.
+            how: compare: note `alike` and `something`. among: the slots of the replicas that take
+                part, this one included, where they are not all; all must stay then.
         """
-        headers, bodies, means = self._run(
-            header, body, vectors, weigh, compare=compare, among=among
-        )
+        headers, bodies, means = self._run(header, body, vectors, weigh, **how)
         return ReceivedMessage(headers, bodies, means, slots=self.slots)
 
     def mean(self, header: Header, vectors: Vectors) -> list[Tensor]:
@@ -434,8 +425,7 @@ class PeerGroup:
         Args:
             applied_at: how many steps this rank had taken when it last applied a message.
             seconds: to wait at most.
-            in_pairs: wait until all stand behind the same exchange, or one is further: it waits
-                for another one, which is to train on to there.
+            in_pairs: wait until all stand behind one exchange, or one is further.
 
         Returns:
             The most that any island says for `applied_at`; None where not all have come so far:

@@ -49,29 +49,27 @@ class Stopping:
         return self._most
 
     def stop_in_pairs(self, applied_at: int, seconds: float) -> int | None:
-        """As `stop_with_all`, where messages are of pairs: nobody can say which will never be sent,
-        as those of others go on. So all end behind the same exchange: whoever is not so far trains
-        on to the furthest, which says so with each message that it launches.
+        """As `stop_with_all`, where messages are of pairs, so that nobody knows which come to
+        nothing: all end behind the same exchange. Whoever is behind trains on to the furthest.
         """
 
         def over() -> bool:
             rank = self._loop.machine
             members = set(rank.record.members) - rank.lost
-            here = [m for m in members & self._ends.keys() if self._applied_at.get(m) == applied_at]
-            owed = any(map(rank.owed, rank.open))
-            return self._most > applied_at or (len(here) == len(members) and not owed)
+            here = {m for m in members & self._ends.keys() if self._applied_at.get(m) == applied_at}
+            return self._most > applied_at or (
+                here == members and not any(map(rank.owed, rank.open))
+            )
 
         self._loop.do(lambda: self.end(applied_at))
         if not self._loop.wait(over, seconds):
             return None
-        most = self._most
-        if most > applied_at:
+        if (most := self._most) > applied_at:
             self._loop.do(self._go_on)
         return most
 
     def _go_on(self) -> None:
         self._ends.pop(self._loop.machine.me, None)
-        self.announce()
 
     @property
     def _most(self) -> int:

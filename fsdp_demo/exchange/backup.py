@@ -23,6 +23,17 @@ def refuse(topology: Topology) -> None:
         )
 
 
+def refuse_pairs(config: ExchangeConfig, topology: Topology) -> None:
+    """Raise ValueError for exchanges in pairs where islands may come and go."""
+    stay = topology.least == topology.count == topology.islands
+    if config.pairs is not None and topology.elastic and not stay:
+        raise ValueError(
+            f"pairs with ISLAND_MIN={topology.least}, ISLAND_COUNT={topology.count}, ISLAND_SLOTS="
+            f"{topology.islands}: islands differ, so none can stand for a lost one, or let one "
+            "join. Set ISLAND_MIN to ISLAND_COUNT, without ISLAND_SLOTS: then a loss ends all"
+        )
+
+
 class BackupIslands:
     """The exchanges that this island may pass, on one rank. All ranks call each method together."""
 

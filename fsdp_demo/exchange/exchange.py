@@ -35,14 +35,7 @@ from .first_step import FirstStep, refuse_unknown
 from .leaving import Departures
 from .message import LocalStatus
 from .readings import Readings
-from .refusals import (
-    Copies,
-    refuse_comers,
-    refuse_foreign_savers,
-    refuse_meta,
-    refuse_shown,
-    warn_of_outside,
-)
+from .refusals import Copies, refuse_foreign_savers, refuse_meta, refuse_shown, warn_of_outside
 from .saved_state import ExchangeState
 from .sending import ExchangeConnections
 from .startup import Start, StateSource
@@ -96,8 +89,7 @@ class Exchange(Readings):
         assembly.check(config, host)
         if config.backup_islands:
             backup.refuse(topology)
-        if config.pairs is not None:
-            refuse_comers(topology)
+        backup.refuse_pairs(config, topology)
         if topology.islands > 1:  # alone nothing is sent: shapes are enough to plan with
             refuse_meta(host, model)
         refuse_unknown(host, model, config.own_tensors)
@@ -306,14 +298,12 @@ class Exchange(Readings):
                 next step, this island stops after it (of several ranks: within about a second,
                 all after one step), and the others notice at their next exchange.
 
-        Raises:
-            ValueError: together, where islands exchange in pairs.
+        Raises ValueError: together, where islands exchange in pairs.
         """
         if together and self.config.pairs is not None:
             raise ValueError(
-                "request_stop(together=True) with pairs: a message reaches one other island, so no "
-                "step is known at which all stop. Send SIGTERM to all islands, or agree on the "
-                "step with exchange.across_islands"
+                "request_stop(together=True) with pairs: a message reaches one other island. Send "
+                "SIGTERM to all, or agree on a step by exchange.across_islands"
             )
         self._runtime.status.request_stop(together)
 

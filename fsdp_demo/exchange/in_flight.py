@@ -23,6 +23,7 @@ from torch.profiler import record_function
 
 from ..channels.channel import ChannelPayload, ChannelRunner, Incoming
 from ..config.pairs import PairSchedule
+from ..config.schema import ExchangeConfig
 from ..elastic.peer_group import PeerGroup
 from ..errors import PeerLost
 from ..peers.collectives import ReceivedMessage
@@ -82,20 +83,18 @@ class InFlightQueue:
         self.unsent: list[PendingExchange] = []
 
     def work_with(
-        self,
-        channels: Sequence[ChannelRunner],
-        norm_limit: float | None,
-        pace: Pace,
-        pairs: PairSchedule | None = None,
+        self, channels: Sequence[ChannelRunner], config: ExchangeConfig, pace: Pace
     ) -> None:
-        """Set the channels, `ExchangeConfig.norm_limit`, who hears the islands' speeds, and which
-        islands exchange in pairs: at the start, and where the method is chosen later, while nothing
-        is under way. `watch` and `history` stay.
+        """Set the channels, the method and who hears the islands' speeds: at the start, and where
+        the method is chosen later, while nothing is under way. `watch` and `history` stay.
         """
-        self._pairs = pairs
+        islands, pairs = self.history.islands, config.pairs
+        self._pairs = None
+        if pairs is not None and islands > 1:
+            self._pairs = PairSchedule(pairs, islands, config.seed)
         self.channels, self._pace = list(channels), pace
         in_flight = max((c.channel.schedule.in_flight for c in channels), default=0)
-        self.norms = Norms(norm_limit, in_flight)
+        self.norms = Norms(config.norm_limit, in_flight)
         self.sender = MessageSender(
             self.connections, self.device, self.watch, self.norms, self.ledger, self._members
         )
@@ -103,9 +102,8 @@ class InFlightQueue:
     def _members(self, step: int) -> tuple[int, ...]:
         """The islands of the message of a step; empty: all."""
         peers, schedule = self.connections.peers, self.channels[0].channel.schedule
-        if self._pairs is None or peers is None:
-            return ()
-        return self._pairs.members(schedule.round(step), peers.slot)
+        found = self._pairs and peers and self._pairs.members(schedule.round(step), peers.slot)
+        return found or ()
 
     # ---- sending -------------------------------------------------------------------------------
 

@@ -271,12 +271,11 @@ class Departures:
         in_pairs = runtime.config.pairs is not None
         if not (self._topology.elastic or in_pairs):
             return False
-        if self._stops_by is None:
+        if first := self._stops_by is None:
             if not _all_stop(runtime):
                 return False
             self._stops_by = time.monotonic() + patience(runtime)
-            self._ends_at = stop_with_all(runtime)
-        elif in_pairs and runtime.step >= self._ends_at:
+        if first or (in_pairs and runtime.step >= self._ends_at):
             self._ends_at = stop_with_all(runtime)
         late = time.monotonic() >= self._stops_by
         return not runtime.island.any(late or runtime.step >= self._ends_at)
@@ -284,13 +283,12 @@ class Departures:
     def leave(self, runtime: StepRuntime, stopped: bool) -> None:
         """Tell the others that this island trains no further (`Exchange.leave`)."""
         topology, peers = self._topology, self._connections.peers
-        together = self._stops_by is not None
+        together, in_pairs = self._stops_by is not None, runtime.config.pairs is not None
         if not stopped and peers is not None and peers.abandoned:
             together = True
             stop_with_all(runtime)
-        elif stopped and topology.elastic and runtime.stopped_alone and not together:
-            if runtime.config.pairs is None:  # else the run ends here
-                say(runtime, patience(runtime))
+        elif stopped and topology.elastic and runtime.stopped_alone and not (together or in_pairs):
+            say(runtime, patience(runtime))
         if together:
             runtime.queue.note_unsent()
         alone = together or peers is None or len(peers.alive) == 1

@@ -17,7 +17,6 @@ from ..config.schema import ExchangeConfig
 from ..errors import Mismatch, counted, first_few, see
 from ..hosts.base import TrainingHost
 from ..rendezvous.island import IslandGroup
-from ..rendezvous.topology import Topology
 from .rewritten import sums
 
 log = logging.getLogger("fsdp_demo")
@@ -144,17 +143,6 @@ def refuse_foreign_savers() -> None:
         raise ValueError(f"an exchange in a state dict of torch.distributed.checkpoint: {BESIDE}")
     if asks == "accelerate.checkpointing":
         raise ValueError(REGISTERED)
-
-
-def refuse_comers(topology: Topology) -> None:
-    """Raise ValueError for exchanges in pairs where islands may come and go."""
-    if topology.elastic and not topology.least == topology.count == topology.islands:
-        raise ValueError(
-            f"pairs with ISLAND_MIN={topology.least}, ISLAND_COUNT={topology.count}, "
-            f"ISLAND_SLOTS={topology.islands}: no two islands hold the same within a run, so none "
-            "can stand for one that is lost, or let one join. Set ISLAND_MIN to ISLAND_COUNT and "
-            "leave out ISLAND_SLOTS; then a loss ends the attempt, which goes on from checkpoints"
-        )
 
 
 def refuse(host: TrainingHost, config: ExchangeConfig) -> None:

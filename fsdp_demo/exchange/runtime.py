@@ -34,7 +34,6 @@ from torch.profiler import record_function
 
 from ..channels.bind import Bound
 from ..channels.channel import ChannelPayload, ChannelRunner
-from ..config.pairs import PairSchedule
 from ..config.schema import ExchangeConfig
 from ..elastic import agreement
 from ..elastic.join_server import DonorFeed
@@ -164,10 +163,7 @@ class StepRuntime:
         self.channels, self.buffers = bound.channels, bound.buffers
         self.pace.work_with(config)
         self.changes = ChangeMeter(config.channels) if config.checks else None
-        islands, pairs = self.topology.islands, config.pairs
-        schedule = pairs and islands > 1 and PairSchedule(pairs, islands, config.seed)
-        together = [*self.channels, *self.buffers]
-        self.queue.work_with(together, config.norm_limit, self.pace, schedule or None)
+        self.queue.work_with([*self.channels, *self.buffers], config, self.pace)
         self.before_step = [c for c in self.channels if c.channel.before_step]
         self.backup = BackupIslands(self.queue, config) if config.backup_islands else None
         self.after_step = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]

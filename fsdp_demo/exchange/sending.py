@@ -466,7 +466,7 @@ class MessageSender:
         before = Moved(peers.meter.bytes_sent, peers.meter.bytes_received)
         with record_function("fsdp_demo::send"):
             among = () if head.flags & ENDING else self._among(flight.step)
-            arrived = peers.exchange(head, body, sent, weigh, compares, among)
+            arrived = peers.exchange(head, body, sent, weigh, compare=compares, among=among)
         flight.moved = Moved(peers.meter.bytes_sent, peers.meter.bytes_received) - before
         self._ledger.message(message, peers.size, peers.rank, flight.moved)
         if compares and sections is not None and len(arrived.bodies) > 1:

@@ -89,8 +89,6 @@ class Rank:
         noted and sent in the next epoch.
         """
         n, kind, rank = event.n, event.kind, self
-        if event.among and self.min_continue < len(self.record.members):
-            raise ValueError(f"message {n} among {event.among}: members may go, so it needs all")
         freed: Actions = ()
         if not self.begun and n > self.next and not event.question:
             rank, freed = self._begins(n)
@@ -101,7 +99,8 @@ class Rank:
                 f"= {end}: wait for one"
             )
         rank = rank._asked(n) if event.question else rank
-        rank = rank._with(replace(rank._own(n, kind), among=event.among)) if event.among else rank
+        if event.among:
+            rank = rank._with(replace(rank._own(n, kind), among=event.among))
         if rank._must_wait(n):
             return replace(rank, next=n + 1)._with(rank._own(n, kind)), freed
         rank, actions = replace(rank, next=n + 1, sent=n + 1)._send_own(n, kind)
@@ -300,20 +299,16 @@ class Rank:
     def _stable(self) -> int:
         """The number below which all members have delivered every message, in this peer group
         (seal-stable, settle-all-open); of a message among some, these."""
-        known = dict(zip(self.record.members, self.heard, strict=True))
         if any(e.among for e in self.open):
             return min([self.landed, *(e.n for e in self.open if self.owed(e))])
-        return min([self.landed, *(h for m, h in known.items() if m != self.me)])
+        known = zip(self.record.members, self.heard, strict=True)
+        return min([self.landed, *(h for m, h in known if m != self.me)])
 
     def owed(self, entry: OpenMessage) -> bool:
-        """Whether another member of an open message has yet to deliver it, as far as this rank
-        knows; who is lost does not count.
-        """
-        members = entry.among or self.record.members
-        return any(
-            h <= entry.n and m in members and m != self.me and m not in self.lost
-            for m, h in zip(self.record.members, self.heard, strict=True)
-        )
+        """Whether another member of an open message has yet to deliver it, as far as known."""
+        members = {*(entry.among or self.record.members)} - {self.me} - self.lost
+        known = zip(self.record.members, self.heard, strict=True)
+        return any(h <= entry.n for m, h in known if m in members)
 
     def unread(self, below: int) -> bool:
         """Whether a member that is not lost has yet to deliver a message below that number, as far

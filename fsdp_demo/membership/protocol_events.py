@@ -36,9 +36,8 @@ class Launched(Event, frozen=True):
     message between two steps, in which a newcomer that has not begun takes no part: it begins with
     the first other message from its base on.
 
-    among: its members, this one included, where they are not all. Only where all must stay, so no
-    change of members ever settles it: a loss ends the run. All members launch each number, with
-    the same set if they are in it, so numbers and deliveries go on as among all.
+    among: its members, this one included, where they are not all: only where all must stay, so no
+    change ever settles it. Each island launches each number, those of a set with the same one.
     """
 
     n: int

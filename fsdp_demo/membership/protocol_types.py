@@ -86,7 +86,7 @@ class Settlement(NamedTuple):
         return tuple([m for m in self.contributors if m not in self.early])
 
     def of(self, among: tuple[Member, ...]) -> Settlement:
-        """This settlement of a message among some members only; none: among all."""
+        """This settlement of a message among these only; empty: among all."""
         return self._replace(contributors=among) if among else self
 
 

@@ -282,8 +282,6 @@ CASES = {
         oracle.SparseLoCo, sgd, {"period": P, "code": "fp32", "every": 2}, seeds={"4x1": 74}),
     "noloco": Case(preset("noloco", period=P, clip=None), noloco_oracle, adamw,
         {"alpha": 0.5, "beta": 0.7, "gamma": 0.7}),
-    "noloco-pull": Case(preset("noloco", period=P, clip=None, pull=0.9, momentum=0.3),
-        noloco_oracle, adamw, {"alpha": 0.3, "beta": 0.7, "gamma": 0.9}),
     "saps": Case(SAPS, saps_oracle, sgd, {"config": SAPS}),
 }  # fmt: skip
 
@@ -381,7 +379,7 @@ VARIANTS = (
     "diloco-warmup",
 )  # fmt: skip
 VARIANTS += ("streaming-sequential",)
-MUST_STAY = ("noloco", "noloco-pull", "saps")
+MUST_STAY = ("noloco", "saps")
 COMBINATIONS = [(n, i) for n in CASES for i in BOTH if i == "2x2" or n not in VARIANTS] + [
     (n, "2x2-unsharded") for n in (*FIRST, "random", "noloco", "saps")
 ]

@@ -17,8 +17,8 @@ import torch
 import fsdp_demo
 from fsdp_demo import Pairs, Topology, preset
 from fsdp_demo.config.pairs import BLOCK, PairSchedule, paired
+from fsdp_demo.exchange.backup import refuse_pairs
 from fsdp_demo.exchange.plan import plan_model
-from fsdp_demo.exchange.refusals import refuse_comers
 from fsdp_demo.tools.planner.counting import cycle
 
 from ..oracles import pairs as oracle
@@ -180,15 +180,14 @@ def test_pairs_state_goes_back(topology: Any) -> None:
 @pytest.mark.parametrize("changes, parts", [
     ({"pairs": None}, ("replace_sent", "noloco or saps")),
     ({"schedule.delay": 1}, ("asks nobody else",)),
-    ({"local_steps": "by_speed"}, ("ask all islands",)),
-    ({"clip_scope": "islands", "clip": 1.0}, ("ask all islands",)),
+    ({"local_steps": "by_speed"}, ("these ask all",)),
+    ({"clip_scope": "islands", "clip": 1.0}, ("these ask all",)),
     ({"norm_limit": 100.0}, ("norm_limit=null",)),
     ({"backup_islands": 1}, ("backup_islands=1",)),
     ({"codec.select": "topk"}, ("positions that all know",)),
     ({"codec.transform": "dct"}, ("transform 'none'",)),
     ({"codec.value_dtype": "int8"}, ("fp32 or bf16",)),
-    ({"applier.mix": 0.5}, ("applier.mix=0",)),
-    ({"applier.pull": 0.5}, ("has no effect",)),
+    ({"applier.mix": 0.5}, ("takes mix=0",)),
     ({"pairs": {"by": "bandwidth"}}, ("a row and a column",)),
     ({"pairs": {"by": "bandwidth", "bandwidth": [[0.0, 1.0]]}}, ("a row and a column",)),
 ])  # fmt: skip
@@ -214,10 +213,13 @@ def test_pairs_refuse_other_methods() -> None:
 def test_pairs_refuse_islands_that_come_and_go() -> None:
     """Where islands may come and go pairs are refused, with what to set."""
     given = {"ISLAND_RANK": "0", "ISLAND_COUNT": "4", "ISLAND_ENDPOINT": "127.0.0.1:1"}
-    refusal(lambda: refuse_comers(Topology.from_env(given)), "ISLAND_MIN to ISLAND_COUNT")
+    refusal(
+        lambda: refuse_pairs(METHODS["saps"], Topology.from_env(given)),
+        "ISLAND_MIN to ISLAND_COUNT",
+    )
     more = {**given, "ISLAND_MIN": "4", "ISLAND_SLOTS": "5"}
-    refusal(lambda: refuse_comers(Topology.from_env(more)), "ISLAND_SLOTS=5")
-    refuse_comers(Topology.from_env({**given, "ISLAND_MIN": "4"}))
+    refusal(lambda: refuse_pairs(METHODS["saps"], Topology.from_env(more)), "ISLAND_SLOTS=5")
+    refuse_pairs(METHODS["saps"], Topology.from_env({**given, "ISLAND_MIN": "4"}))
 
 
 @in_threads(2)

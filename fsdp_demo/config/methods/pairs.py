@@ -9,21 +9,15 @@ from .diloco import ADAPTIVE
 
 
 def noloco(
-    period: int = 50,
-    lr: float = 0.7,
-    momentum: float = 0.5,
-    pull: float = 0.0,
-    value_dtype: str = "fp32",
+    period: int = 50, lr: float = 0.7, momentum: float = 0.5, value_dtype: str = "fp32"
 ) -> ExchangeConfig:
-    """NoLoCo (Kolehmainen et al., arXiv 2506.10911): every `period` steps an outer step on the mean
-    of a random pair of islands, and towards it, with an anchor and a momentum of one's own.
+    """NoLoCo (Kolehmainen et al., arXiv 2506.10911): every `period` steps an outer step from an
+    anchor of one's own towards the mean of a random pair of islands.
 
-    Published (code): period 50, `lr` (beta) and `pull` (gamma; 0: as `lr`) 0.7, `momentum` (alpha)
-    0.5; random pairs. Ours: one vector travels, anchor - lr / pull * (anchor - parameters). The
-    step is linear in it, so it says what the two of the released code do, in half of its bytes.
+    Published (code): period 50, `lr` (beta, and gamma alike) 0.7, `momentum` (alpha) 0.5. Ours:
+    parameters travel, not the anchor and the delta, whose sum is all that the step needs.
     """
-    outer = Applier("pair_step", lr=lr, momentum=momentum, pull=pull)
-    codec = Codec(value_dtype=value_dtype)
+    outer, codec = Applier("pair_step", lr=lr, momentum=momentum), Codec(value_dtype=value_dtype)
     channel = Channel("delta", "delta", SyncSchedule(period), codec=codec, applier=outer)
     return ExchangeConfig("noloco", (channel,), ADAPTIVE, clip=1.0, norm_limit=None, pairs=Pairs())
 
@@ -36,7 +30,6 @@ def saps(period: int = 1, topk: int = 41, value_dtype: str = "fp32") -> Exchange
     parameters, pairs by measured bandwidth (`pairs={by: bandwidth, bandwidth: MATRIX}`). Ours:
     random pairs without that, and small tensors go whole.
     """
-    mean = Applier("replace_sent")
-    codec = Codec("none", "random", topk, value_dtype)
+    codec, mean = Codec("none", "random", topk, value_dtype), Applier("replace_sent")
     channel = Channel("parameter", "parameter", SyncSchedule(period), codec=codec, applier=mean)
     return ExchangeConfig("saps", (channel,), clip=1.0, norm_limit=None, pairs=Pairs())
