@@ -1,7 +1,6 @@
-"""The ways in which a mean acts, by `applier.acts_as`, and the two for the mean of two islands
-(`ExchangeConfig.pairs`). Each takes the mean in the transform domain, None on a copy that only
-receives, and returns squared norms, or None: of the parameters' change and of the mean, where these
-are compared; of pairs those of mean - own and of own, of what was sent: their drift.
+"""The ways in which a mean acts, by `applier.acts_as`; here those of the mean of two islands. Each
+takes the mean in the transform domain (None on a copy that only receives), and returns None or two
+squared norms: of the change and the mean; of pairs of mean - own and own, of what was sent.
 """
 
 from __future__ import annotations

@@ -17,9 +17,7 @@ BLOCK = 256
 
 
 class PairSchedule:
-    """The pairs of `islands` islands; of an odd number one stays alone in each round. Raises
-    ValueError: the bandwidths are those of another number of islands.
-    """
+    """The pairs of so many islands. Raises ValueError: bandwidths of another number of them."""
 
     def __init__(self, pairs: Pairs, islands: int, seed: int):
         self._pairs, self._islands, self._seed = pairs, islands, seed
@@ -28,7 +26,7 @@ class PairSchedule:
         self._next, self._used, self._found = 0, dict[Edge, int](), tuple[Edge, ...]()
 
     def members(self, round: int, island: int) -> tuple[int, ...]:
-        """The islands of `island`'s message in a round (from 1), ascending: two, or it alone."""
+        """The islands of a message in a round (from 1): two, of an odd number perhaps one."""
         return next((e for e in self.edges(round) if island in e), (island,))
 
     def edges(self, round: int) -> tuple[Edge, ...]:
@@ -70,12 +68,9 @@ def paired(order: Sequence[int]) -> tuple[Edge, ...]:
 
 
 def _fast(pairs: Pairs, edges: Sequence[Edge], islands: int) -> list[Edge]:
-    found = pairs.bandwidth
-    if len(found) != islands:
-        raise ValueError(
-            f"pairs.bandwidth has {len(found)} rows for {islands} islands: give each a row and a "
-            "column, in the order of ISLAND_RANK"
-        )
+    if len(found := pairs.bandwidth) != islands:
+        what = f"pairs.bandwidth has {len(found)} rows for {islands} islands"
+        raise ValueError(f"{what}: give each a row and a column, in the order of ISLAND_RANK")
     speeds = {(i, j): min(found[i][j], found[j][i]) for i, j in edges}
     least = pairs.fast or median(speeds.values())
     return [e for e, speed in speeds.items() if speed > least]
@@ -90,9 +85,8 @@ def connected(edges: Sequence[Edge], islands: int) -> bool:
 
 
 def best_pairs(draws: Mapping[Edge, float], islands: int) -> tuple[Edge, ...]:
-    """The pairs whose smallest draw is largest, then whose next one is, and so on; empty where
-    these links leave two islands over. Costs are powers of two, so no two sets cost the same, and
-    any exact search finds this one.
+    """The pairs whose smallest draw is largest, then whose next one is, ...; none where these links
+    leave two islands over. Costs are powers of two: any exact search finds the same pairs.
     """
     import networkx  # torch needs it, too
 

@@ -398,9 +398,7 @@ class Pairs:
         one_of("pairs.by", self.by, ("random", "bandwidth"))
         in_range("pairs.fast", self.fast, 0.0)
         in_range("pairs.rounds", self.rounds, 1)
-        square = all(len(row) == len(self.bandwidth) for row in self.bandwidth)
-        if (len(self.bandwidth) > 1) != (self.by == "bandwidth") or not square:
-            raise ValueError(
-                f"pairs.by={self.by!r} with {len(self.bandwidth)} rows of pairs.bandwidth: "
-                "'bandwidth' needs a row and a column for each island, 'random' none"
-            )
+        rows = len(self.bandwidth)
+        if (rows > 1) != (self.by == "bandwidth") or any(len(r) != rows for r in self.bandwidth):
+            what = f"pairs.by={self.by!r} with {rows} rows of pairs.bandwidth"
+            raise ValueError(f"{what}: 'bandwidth' needs a row and a column for each island")

@@ -105,16 +105,12 @@ def _applier_rules(c: Channel) -> list[tuple[bool, str]]:
             f"applier.acts_as={wanted}",
         ),
         (
-            a.acts_as == "replace_sent"
+            a.acts.pairs
+            and (a.mix > 0 or a.nesterov or c.accumulator is not None)
+            or a.acts_as == "replace_sent"
             and not (c.codec.seeded and c.codec.format.exact and c.codec.transform == "none"),
-            "applier.acts_as='replace_sent' is for parameters at positions that all know: "
-            f"codec.select 'random' or 'stride', transform 'none', value_dtype {exact}; found "
-            f"{c.codec.select!r}, {c.codec.transform!r}, {c.codec.value_dtype!r}",
-        ),
-        (
-            a.acts.pairs and (a.mix > 0 or a.nesterov or c.accumulator is not None),
-            f"applier.acts_as={a.acts_as!r} takes applier.mix=0, nesterov=False and no "
-            f"accumulator, found {a.mix:g}, {a.nesterov}, {c.accumulator}",
+            f"applier.acts_as={a.acts_as!r} takes mix=0, nesterov=False, no accumulator; "
+            f"'replace_sent' select 'random' or 'stride', no transform, value_dtype {exact}",
         ),
         (
             a.sign and not c.before_step,

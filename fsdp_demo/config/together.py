@@ -91,20 +91,21 @@ def _low_rank(c: Config) -> Iterator[str]:
 def _pairs(c: Config) -> Iterator[str]:
     """Why islands cannot exchange in pairs, or not with all."""
     for x in c.channels:
+        s = x.schedule
         if x.applier.acts.pairs != (c.pairs is not None):
             yield (
                 f"pairs={c.pairs} with applier.acts_as={x.applier.acts_as!r} ({x.name}): only "
-                "'pair_step' and 'replace_sent' act on the mean of a pair, and on no other. "
-                "Take preset noloco or saps, or leave pairs out"
+                "'pair_step' and 'replace_sent' act on the mean of a pair, and on no other. Take "
+                "preset noloco or saps, or leave pairs out"
             )
-        s = x.schedule
-        odd = s != c.channels[0].schedule or s.delay or not s.pure or x.fragments or x.after
-        if c.pairs and odd:
+        elif c.pairs and (s != c.channels[0].schedule or s.delay or not s.pure or x.fragments):
             yield "pairs ask nobody else: use one schedule, delay=0, when='every', no fragments"
-    if c.pairs and (c.by_speed or c.clips_together or (c.drop and c.drop.limit == "auto")):
-        yield "pairs with local_steps='by_speed', clip_scope='islands', drop='auto': these ask all"
-    if c.pairs and c.norm_limit is not None:
-        yield "pairs with norm_limit: the two have seen unlike norms before. Set norm_limit=null"
+    asks = c.by_speed or c.clips_together or c.norm_limit or (c.drop and c.drop.limit == "auto")
+    if c.pairs and asks:
+        yield (
+            "pairs with local_steps='by_speed', clip_scope='islands', drop='auto' or a norm_limit, "
+            "which all islands settle: use 'equal', 'replica', seconds, null"
+        )
 
 
 def _by_speed(c: Config) -> Iterator[str]:

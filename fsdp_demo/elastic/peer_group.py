@@ -433,9 +433,7 @@ class PeerGroup:
         """
         if self._driver is None:
             return applied_at
-        stopping = self._driver.stopping
-        stop = stopping.stop_in_pairs if in_pairs else stopping.stop_with_all
-        return stop(applied_at, seconds)
+        return self._driver.stopping.stop_with_all(applied_at, seconds, in_pairs)
 
     def leave(self, stopped: bool = False) -> None:
         """Tell the others that this island goes on no more, and whether it was told to stop. Fixed

@@ -41,39 +41,25 @@ class Stopping:
         self._applied_at: dict[Member, int] = {}
         self._said: ToldToEnd | None = None
 
-    def stop_with_all(self, applied_at: int, seconds: float) -> int | None:
+    def stop_with_all(self, applied_at: int, seconds: float, in_pairs: bool = False) -> int | None:
         """`PeerGroup.stop_with_all`, in the thread that exchanges: nothing more is launched."""
         self._loop.do(lambda: self.end(applied_at))
-        if not self._loop.wait(self._settled, seconds):
-            return None
-        return self._most
-
-    def stop_in_pairs(self, applied_at: int, seconds: float) -> int | None:
-        """As `stop_with_all`, where messages are of pairs, so that nobody knows which come to
-        nothing: all end behind the same exchange. Whoever is behind trains on to the furthest.
-        """
-
-        def over() -> bool:
-            rank = self._loop.machine
-            members = set(rank.record.members) - rank.lost
-            here = {m for m in members & self._ends.keys() if self._applied_at.get(m) == applied_at}
-            return self._most > applied_at or (
-                here == members and not any(map(rank.owed, rank.open))
-            )
-
-        self._loop.do(lambda: self.end(applied_at))
+        over = (lambda: self._level(applied_at)) if in_pairs else self._settled
         if not self._loop.wait(over, seconds):
             return None
-        if (most := self._most) > applied_at:
-            self._loop.do(self._go_on)
+        most = max(self._applied_at.values(), default=-1)
+        if in_pairs and most > applied_at:
+            self._loop.do(self._ends.clear)  # the others say theirs again with each beat
         return most
 
-    def _go_on(self) -> None:
-        self._ends.pop(self._loop.machine.me, None)
-
-    @property
-    def _most(self) -> int:
-        return max(self._applied_at.values(), default=-1)
+    def _level(self, applied_at: int) -> bool:
+        """Whether all stand behind one exchange, or one is further. Where messages are of pairs
+        nobody knows which come to nothing: so whoever is behind trains on to the furthest.
+        """
+        rank, applied = self._loop.machine, self._applied_at
+        here = {m for m, at in applied.items() if at == applied_at and m in self._ends}
+        all_here = here >= {*rank.record.members} and not any(map(rank.owed, rank.open))
+        return all_here or max(applied.values()) > applied_at
 
     def launches(self, message: RoundMessage) -> None:
         """Note the newest message of this rank; of a pair, that it comes so far."""

@@ -28,9 +28,8 @@ def refuse_pairs(config: ExchangeConfig, topology: Topology) -> None:
     stay = topology.least == topology.count == topology.islands
     if config.pairs is not None and topology.elastic and not stay:
         raise ValueError(
-            f"pairs with ISLAND_MIN={topology.least}, ISLAND_COUNT={topology.count}, ISLAND_SLOTS="
-            f"{topology.islands}: islands differ, so none can stand for a lost one, or let one "
-            "join. Set ISLAND_MIN to ISLAND_COUNT, without ISLAND_SLOTS: then a loss ends all"
+            f"pairs with ISLAND_MIN={topology.least} of {topology.islands}: islands differ, so none "
+            "can stand for a lost one, or let one join. Set ISLAND_MIN=ISLAND_COUNT, no ISLAND_SLOTS"
         )
 
 

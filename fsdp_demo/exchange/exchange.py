@@ -296,15 +296,12 @@ class Exchange(Readings):
         Args:
             together: wait for that, however long the period. False: where no payload leaves in the
                 next step, this island stops after it (of several ranks: within about a second,
-                all after one step), and the others notice at their next exchange.
-
-        Raises ValueError: together, where islands exchange in pairs.
+                all after one step), and the others notice at their next exchange. True raises
+                ValueError where islands exchange in pairs.
         """
         if together and self.config.pairs is not None:
-            raise ValueError(
-                "request_stop(together=True) with pairs: a message reaches one other island. Send "
-                "SIGTERM to all, or agree on a step by exchange.across_islands"
-            )
+            what = "request_stop(together=True) with pairs, whose messages reach one other island"
+            raise ValueError(f"{what}: send SIGTERM to all, or agree by exchange.across_islands")
         self._runtime.status.request_stop(together)
 
     @collective("stop_here()")

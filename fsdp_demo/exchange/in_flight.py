@@ -88,10 +88,8 @@ class InFlightQueue:
         """Set the channels, the method and who hears the islands' speeds: at the start, and where
         the method is chosen later, while nothing is under way. `watch` and `history` stay.
         """
-        islands, pairs = self.history.islands, config.pairs
-        self._pairs = None
-        if pairs is not None and islands > 1:
-            self._pairs = PairSchedule(pairs, islands, config.seed)
+        n = self.history.islands
+        self._pairs = PairSchedule(config.pairs, n, config.seed) if config.pairs and n > 1 else None
         self.channels, self._pace = list(channels), pace
         in_flight = max((c.channel.schedule.in_flight for c in channels), default=0)
         self.norms = Norms(config.norm_limit, in_flight)

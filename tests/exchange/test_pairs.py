@@ -179,13 +179,13 @@ def test_pairs_state_goes_back(topology: Any) -> None:
 
 @pytest.mark.parametrize("changes, parts", [
     ({"pairs": None}, ("replace_sent", "noloco or saps")),
-    ({"schedule.delay": 1}, ("asks nobody else",)),
-    ({"local_steps": "by_speed"}, ("these ask all",)),
-    ({"clip_scope": "islands", "clip": 1.0}, ("these ask all",)),
-    ({"norm_limit": 100.0}, ("norm_limit=null",)),
+    ({"schedule.delay": 1}, ("ask nobody else",)),
+    ({"local_steps": "by_speed"}, ("all islands settle",)),
+    ({"clip_scope": "islands", "clip": 1.0}, ("all islands settle",)),
+    ({"norm_limit": 100.0}, ("norm_limit",)),
     ({"backup_islands": 1}, ("backup_islands=1",)),
-    ({"codec.select": "topk"}, ("positions that all know",)),
-    ({"codec.transform": "dct"}, ("transform 'none'",)),
+    ({"codec.select": "topk"}, ("'random' or 'stride'",)),
+    ({"codec.transform": "dct"}, ("no transform",)),
     ({"codec.value_dtype": "int8"}, ("fp32 or bf16",)),
     ({"applier.mix": 0.5}, ("takes mix=0",)),
     ({"pairs": {"by": "bandwidth"}}, ("a row and a column",)),
@@ -204,10 +204,10 @@ def test_pairs_refuse_other_methods() -> None:
         )  # type: ignore[misc]
     refusal(
         lambda: preset("noloco", **{"schedule.when": "on_change", "schedule.at_most": 0}),
-        "asks nobody else",
+        "ask nobody else",
     )
     found = {"by": "bandwidth", "bandwidth": [[0.0, 1.0], [1.0, 0.0]]}
-    refusal(lambda: PairSchedule(preset("saps", pairs=found).pairs, 3, 0), "2 rows", "3 islands")
+    refusal(lambda: PairSchedule(preset("saps", pairs=found).pairs, 3, 0), "2 rows for 3 islands")
 
 
 def test_pairs_refuse_islands_that_come_and_go() -> None:
@@ -215,10 +215,10 @@ def test_pairs_refuse_islands_that_come_and_go() -> None:
     given = {"ISLAND_RANK": "0", "ISLAND_COUNT": "4", "ISLAND_ENDPOINT": "127.0.0.1:1"}
     refusal(
         lambda: refuse_pairs(METHODS["saps"], Topology.from_env(given)),
-        "ISLAND_MIN to ISLAND_COUNT",
+        "Set ISLAND_MIN=ISLAND_COUNT",
     )
     more = {**given, "ISLAND_MIN": "4", "ISLAND_SLOTS": "5"}
-    refusal(lambda: refuse_pairs(METHODS["saps"], Topology.from_env(more)), "ISLAND_SLOTS=5")
+    refusal(lambda: refuse_pairs(METHODS["saps"], Topology.from_env(more)), "of 5")
     refuse_pairs(METHODS["saps"], Topology.from_env({**given, "ISLAND_MIN": "4"}))
 
 

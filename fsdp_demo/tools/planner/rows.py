@@ -229,17 +229,16 @@ def _played(s: Situation, config: ExchangeConfig | None) -> Played:
     tick, each = s.tick_seconds(config), s.each(config)
     if config is None:
         return play(1, {0: [_slowest([_ring(one) for one in each])]}, tick)
-    found, others = _counted(s, config), 1 if config.pairs else s.islands - 1
+    found, n = _counted(s, config), 1 if config.pairs else s.islands - 1
     steps = sorted(found.due)
     gaps = {
         b: (b - a) % found.steps or found.steps
         for a, b in zip(steps[-1:] + steps[:-1], steps, strict=True)
     }
-
-    def timed(step: int, m: PlannedMessage) -> Timed:
-        return _slowest([_timed(one, m, gaps[step] * tick, others) for one in each])
-
-    due = {step: [timed(step, m) for m in messages] for step, messages in found.due.items()}
+    due = {
+        step: [_slowest([_timed(one, m, gaps[step] * tick, n) for one in each]) for m in messages]
+        for step, messages in found.due.items()
+    }
     return play(found.steps, due, tick)
 
 
