@@ -25,11 +25,10 @@ def refuse(topology: Topology) -> None:
 
 def refuse_pairs(config: ExchangeConfig, topology: Topology) -> None:
     """Raise ValueError for exchanges in pairs where islands may come and go."""
-    stay = topology.least == topology.count == topology.islands
-    if config.pairs is not None and topology.elastic and not stay:
+    if config.pairs is not None and topology.elastic and topology.least < topology.islands:
         raise ValueError(
-            f"pairs with ISLAND_MIN={topology.least} of {topology.islands}: islands differ, so none "
-            "can stand for a lost one, or let one join. Set ISLAND_MIN=ISLAND_COUNT, no ISLAND_SLOTS"
+            f"pairs with ISLAND_MIN={topology.least} of {topology.islands}: islands differ, so no "
+            "other can stand for a lost one. Set ISLAND_MIN to ISLAND_COUNT, without ISLAND_SLOTS"
         )
 
 

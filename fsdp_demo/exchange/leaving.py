@@ -80,12 +80,12 @@ def stop_with_all(runtime: StepRuntime) -> int:
     ends_at: int | None = -1
     if peers is not None and worker is not None:
         end, queue = time.monotonic() + seconds, runtime.queue
-        in_pairs = runtime.config.pairs is not None
         delays = {c.channel.name: c.channel.schedule.delay for c in queue.channels}
         # the step count at which this island applied its last message; 0 where there was none
         applied_at = max((n + delays[name] + 1 for name, n in queue.applied.items()), default=0)
+        paired = runtime.config.pairs is not None
         job = worker.submit(
-            lambda: peers.stop_with_all(applied_at, max(end - time.monotonic(), 0.0), in_pairs)
+            lambda: peers.stop_with_all(applied_at, max(end - time.monotonic(), 0.0), paired)
         )
         try:
             ends_at = job.result(seconds + 1.0)

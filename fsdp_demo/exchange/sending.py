@@ -334,8 +334,7 @@ class MessageSender:
         device: of the payloads.
         watch: checks headers and bodies of the answers.
         norms: of earlier messages, by which the contributions in answers are judged.
-        ledger: counts bytes by channel.
-        among: gives the islands of the message of a step; empty: all.
+        ledger: counts bytes by channel. among: gives the islands of a step's message; empty: all.
     """
 
     def __init__(

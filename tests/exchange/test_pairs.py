@@ -215,7 +215,7 @@ def test_pairs_refuse_islands_that_come_and_go() -> None:
     given = {"ISLAND_RANK": "0", "ISLAND_COUNT": "4", "ISLAND_ENDPOINT": "127.0.0.1:1"}
     refusal(
         lambda: refuse_pairs(METHODS["saps"], Topology.from_env(given)),
-        "Set ISLAND_MIN=ISLAND_COUNT",
+        "Set ISLAND_MIN to ISLAND_COUNT",
     )
     more = {**given, "ISLAND_MIN": "4", "ISLAND_SLOTS": "5"}
     refusal(lambda: refuse_pairs(METHODS["saps"], Topology.from_env(more)), "of 5")
