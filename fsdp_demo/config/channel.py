@@ -220,8 +220,7 @@ class Channel:
         """Whether a last exchange leaves the parameters that the channel covers equal on all
         replicas; not if each applies its own delta, nor if islands exchange in pairs.
         """
-        alone = self.applier.local_delta or self.applier.acts.pairs
-        return not self.state_name and not alone
+        return not (self.state_name or self.applier.local_delta or self.applier.acts.pairs)
 
 
 # ---- shell patterns over parameter names: which parameters a channel covers ----------------------

@@ -62,10 +62,8 @@ class Stopping:
         return all_here or max(applied.values()) > applied_at
 
     def launches(self, message: RoundMessage) -> None:
-        """Note the newest message of this rank; of a pair, that it comes so far."""
+        """Note the newest message of this rank."""
         self.last = message
-        if message.among:
-            self._applied_at[self._loop.machine.me] = message.header.step + 1
 
     def announce(self, again: bool = False) -> None:
         """Tell peers and siblings that this rank was told to end, and the first message that it
@@ -77,6 +75,8 @@ class Stopping:
         if rank.me not in self._told or rank.state in ("left", "expelled"):
             return
         self.together |= self._told >= set(rank.record.members) - rank.lost
+        if self.last is not None and self.last.among:  # of a pair: this rank comes so far
+            self._applied_at[rank.me] = self.last.header.step + 1
         end, applied_at = (at.get(rank.me, -1) for at in (self._ends, self._applied_at))
         note = ToldToEnd(end, self.together, applied_at)
         if note != self._said or again:

@@ -88,20 +88,14 @@ class InFlightQueue:
         """Set the channels, the method and who hears the islands' speeds: at the start, and where
         the method is chosen later, while nothing is under way. `watch` and `history` stay.
         """
-        n = self.history.islands
-        self._pairs = PairSchedule(config.pairs, n, config.seed) if config.pairs and n > 1 else None
         self.channels, self._pace = list(channels), pace
         in_flight = max((c.channel.schedule.in_flight for c in channels), default=0)
         self.norms = Norms(config.norm_limit, in_flight)
         self.sender = MessageSender(
-            self.connections, self.device, self.watch, self.norms, self.ledger, self._members
+            self.connections, self.device, self.watch, self.norms, self.ledger
         )
-
-    def _members(self, step: int) -> tuple[int, ...]:
-        """The islands of the message of a step; empty: all."""
-        peers, schedule = self.connections.peers, self.channels[0].channel.schedule
-        found = self._pairs and peers and self._pairs.members(schedule.round(step), peers.slot)
-        return found or ()
+        if config.pairs and (n := self.history.islands) > 1:
+            self.sender.pairs = PairSchedule(config.pairs, n, config.seed)
 
     # ---- sending -------------------------------------------------------------------------------
 
@@ -238,7 +232,7 @@ class InFlightQueue:
             float(error is not None),
             float(asked),
             float(bool(self.watch.written) and flight.step >= 0),
-            float(self.history.islands if self._pairs and headers else len(headers)),
+            float(self.history.islands if self.sender.pairs and headers else len(headers)),
             *self._paces(headers, arrived.slots if headers else ()),
         )
         if failed:
@@ -251,8 +245,7 @@ class InFlightQueue:
             self._took_part(int(islands))
             self._pace.hear(list(map(int, paces)))
         if headers and flight.step >= 0:
-            # of pairs all members stay
-            if self._pairs is None and arrived.slots != self.history.slots:
+            if self.sender.pairs is None and arrived.slots != self.history.slots:
                 self.history.hear(flight.step, arrived.slots)
             told = [*zip(arrived.slots, headers, strict=False)]
             self.history.early = tuple(slot for slot, h in told if h.flags & EARLY)

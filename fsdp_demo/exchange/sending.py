@@ -26,6 +26,7 @@ from torch.profiler import record_function
 
 from ..channels.channel import ChannelPayload
 from ..compression.windows import pinned
+from ..config.pairs import PairSchedule
 from ..elastic.message_state import Vectors
 from ..elastic.peer_group import PeerGroup, PeerUser
 from ..peers.collectives import ReceivedMessage
@@ -334,8 +335,13 @@ class MessageSender:
         device: of the payloads.
         watch: checks headers and bodies of the answers.
         norms: of earlier messages, by which the contributions in answers are judged.
-        ledger: counts bytes by channel. among: gives the islands of a step's message; empty: all.
+        ledger: counts bytes by channel.
+
+    Attributes:
+        pairs: the islands of each message, where they are two; None: all.
     """
+
+    pairs: PairSchedule | None = None
 
     def __init__(
         self,
@@ -344,9 +350,7 @@ class MessageSender:
         watch: Watch,
         norms: Norms,
         ledger: Ledger,
-        among: Callable[[int], tuple[int, ...]] = lambda step: (),
     ):
-        self._among = among
         self._connections, self._device = connections, device
         self._watch, self._norms, self._ledger = watch, norms, ledger
         self._staging = Staging(device)
@@ -464,7 +468,10 @@ class MessageSender:
 
         before = Moved(peers.meter.bytes_sent, peers.meter.bytes_received)
         with record_function("fsdp_demo::send"):
-            among = () if head.flags & ENDING else self._among(flight.step)
+            among: tuple[int, ...] = ()
+            if self.pairs is not None and not head.flags & ENDING:
+                schedule = next(iter(message.sections.values())).channel.schedule
+                among = self.pairs.members(schedule.round(flight.step), peers.slot)
             arrived = peers.exchange(head, body, sent, weigh, compare=compares, among=among)
         flight.moved = Moved(peers.meter.bytes_sent, peers.meter.bytes_received) - before
         self._ledger.message(message, peers.size, peers.rank, flight.moved)
