@@ -83,7 +83,7 @@ METHODS = {
         "Muon + AdamW",
         "after an exchange",
     ),
-    "noloco": ("pseudo-gradient and anchor in one vector, to one island", "AdamW", "at the end"),
+    "noloco": ("parameters, to one island", "AdamW", "at the end"),
     "saps": ("parameters at positions that all know, to one island", "any", "at the end"),
     "local_sgd": ("parameters", "any", "after an exchange"),
     "sel_sync": ("parameters, if a gradient has changed", "any", "after an exchange"),
