@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Codec,
         Drop,
         Fragments,
+        Pairs,
         Reducer,
         SyncSchedule,
     )
@@ -52,6 +53,7 @@ __all__ = [
     "MuonAdamW",
     "NeedsDecision",
     "NotFinite",
+    "Pairs",
     "PeerLost",
     "Phase",
     "QHAdamW",
@@ -81,7 +83,8 @@ _HOMES = {
     "config.channel": ("Channel", "Phase"),
     "config.load": ("load_config", "preset"),
     "config.parts": (
-        *("Accumulator", "Applier", "Codec", "Drop", "Fragments", "Reducer", "SyncSchedule"),
+        *("Accumulator", "Applier", "Codec", "Drop", "Fragments", "Pairs", "Reducer"),
+        "SyncSchedule",
     ),
     "config.methods": ("presets",),
     "config.schema": ("ExchangeConfig",),

@@ -186,6 +186,7 @@ class LoopState:
         report.counters = lambda: {
             "failed_saves": state.checkpoints.failed_saves,
             "not_finite": exchange.metrics()["not_finite"],
+            **({} if exchange.drift is None else {"drift": exchange.drift}),
         }
         self.done = report.step
         self.step_ended()

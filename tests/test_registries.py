@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fsdp_demo
 from fsdp_demo import Accumulator, Applier, Channel, Codec, ExchangeConfig, SyncSchedule
-from fsdp_demo.channels import apply
+from fsdp_demo.channels import appliers, apply
 from fsdp_demo.compression import formats, selection, threshold, transform
 from fsdp_demo.config import channel, names, parts
 
@@ -49,7 +49,7 @@ def test_registry_names_and_functions_agree() -> None:
     )
     assert set(threshold.BY_TENSOR) == by["tensor"]
     assert set().union(*by.values()) == set(names.SELECTIONS)
-    assert set(apply.APPLIERS) == set(names.APPLIERS)
+    assert set(appliers.APPLIERS) == set(names.APPLIERS)
     assert {source for acts in names.APPLIERS.values() for source in acts.sources} == {
         *channel.SOURCES,
         "state",
@@ -158,7 +158,7 @@ def enter(monkeypatch: pytest.MonkeyPatch) -> None:
         selection.BY_DATA, "first", lambda rows, k: torch.arange(k).expand(len(rows), k)
     )
     monkeypatch.setitem(names.APPLIERS, "halved", names.Acts(("gradient",)))
-    monkeypatch.setitem(apply.APPLIERS, "halved", halved)
+    monkeypatch.setitem(appliers.APPLIERS, "halved", halved)
 
 
 def trained(codec: Codec, applier: str, beta: float) -> tuple[list[Tensor], list[Tensor]]:

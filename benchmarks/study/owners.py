@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fsdp_demo import Applier, ExchangeConfig
-from fsdp_demo.channels import apply
+from fsdp_demo.channels import appliers, apply
 from fsdp_demo.channels.decode import DecodedMean, SparseMean
 from fsdp_demo.channels.state import LocalChannel
 from fsdp_demo.compression import formats
@@ -96,7 +96,7 @@ def sent_back(
 
 def owned(config: ExchangeConfig, back: int, kept: float) -> ExchangeConfig:
     """A configuration of one sparse channel with an outer step, by owners."""
-    apply.APPLIERS["outer_step"] = _outer
+    appliers.APPLIERS["outer_step"] = _outer
     (channel,) = config.channels
     plain = {f.name: getattr(channel.applier, f.name) for f in dataclasses.fields(channel.applier)}
     applier = Owned(**plain, back=back, kept=kept)

@@ -83,6 +83,8 @@ METHODS = {
         "Muon + AdamW",
         "after an exchange",
     ),
+    "noloco": ("parameters, to one island", "AdamW", "at the end"),
+    "saps": ("parameters at positions that all know, to one island", "any", "at the end"),
     "local_sgd": ("parameters", "any", "after an exchange"),
     "sel_sync": ("parameters, if a gradient has changed", "any", "after an exchange"),
     "local_adam": ("parameters and both moments", "AdamW", "after an exchange"),

@@ -28,6 +28,7 @@ CLASSES: dict[str, tuple[Any, str]] = {  # table: the class, and what its keys b
     "keys-fragments": (parts.Fragments, "fragments."),
     "keys-later": (channel.Phase, "later."),
     "keys-drop": (parts.Drop, "drop."),
+    "keys-pairs": (parts.Pairs, "pairs."),
 }
 ALLOWED = {  # where it depends on another key, or a value alone makes no instance
     "schedule.offset": "`0 <= offset < sync_every`",
@@ -77,7 +78,9 @@ def _type(hint: Any) -> str:
     if any(get_origin(each) is Literal for each in get_args(inner)):
         return f"{_type(get_args(inner)[0])}, or a word"
     if get_origin(inner) is tuple:
-        kind = "list of " + ("texts" if get_args(inner)[0] is str else "mappings")
+        each = get_args(inner)[0]
+        rows = get_origin(each) is tuple
+        kind = "list of " + ("texts" if each is str else "rows" if rows else "mappings")
     elif dataclasses.is_dataclass(inner):
         kind = "mapping"
     else:

@@ -1,8 +1,8 @@
 """How a mean acts on the tensors of one channel: as the gradient, as an outer step on the anchor,
 as replacement of parameters or state.
 
-Each is an entry of `APPLIERS`, at the end; a new one is a function in a file of its own, a line in
-`config/names.py` and a line there.
+Each is an entry of `APPLIERS` (`appliers.py`); a new one is a function in a file of its own, a line
+in `config/names.py` and a line there.
 
 A mean (`decode.py`) is decoded, brought to the element domain, changed and written one window at a
 time, so that no workspace is made for it; only where ranks of the island share the work it is
@@ -114,7 +114,7 @@ def outer(c: LocalChannel, mean: DecodedMean | None, arrival: Arrival) -> None:
         since = None
         if keeps:
             since = _since_sent(c, window, tensors, [*sent, *flying])
-        anchor = _step_anchor(c, window, x, arrival.own, arrival.number, None if plain else made)
+        anchor = step_anchor(c, window, x, arrival.own, arrival.number, None if plain else made)
         if not mix and not flying and since is None:
             return anchor
         for own in flying if share != 1.0 else ():  # it is what the parameters hold of it
@@ -145,7 +145,7 @@ def _since_sent(
     return less(torch.sub(before, now, out=now), window, flying)
 
 
-def _step_anchor(
+def step_anchor(
     c: LocalChannel,
     window: Window,
     x: Tensor,
@@ -329,11 +329,3 @@ def _note(
     anchor = c.fetch(c.anchor, window)
     assert anchor is not None
     window.pack(tensors, window.of(c.written)).sub_(x).add_(anchor)
-
-
-APPLIERS: dict[
-    str, Callable[[LocalChannel, DecodedMean | None, Arrival], tuple[float, float] | None]
-] = {"gradient": as_gradient, "outer_step": outer, "replace": replace}
-"""The function that applies a mean (transform domain; None on a copy that only receives), by
-`applier.acts_as`. It returns the squared norms of the parameters' change and of the mean, where
-these are compared, else None."""

@@ -25,6 +25,7 @@ from ..compression.transform import make_transform, transform
 from ..compression.windows import ContiguousViews, Window
 from ..config.channel import Channel
 from . import apply
+from .appliers import APPLIERS
 from .codec import ChannelCodec, ChannelPayload, Received
 from .decode import DecodedMean
 from .state import ChannelState, LocalChannel, Placement, less
@@ -215,6 +216,9 @@ class ChannelRunner(LocalChannel):
             assert before is not None
             torch.sub(before, out, out=out)
             less(out, window, _own(flying))
+            anchor = self.fetch(self.anchor, window) if self.channel.applier.acts.pairs else None
+            if anchor is not None:  # the parameters, without what rounding has added
+                torch.sub(anchor, out, out=out)
         if isinstance(self.left_out, Tensor):
             return out.masked_fill_(self.left_out.bool(), 0.0)
         return out.zero_() if self.left_out else out
@@ -325,7 +329,7 @@ class ChannelRunner(LocalChannel):
         number = None if sent.partial else then.round(sent.step)
         last, late, flying = arrived.last, arrived.late, _own(arrived.flying)
         arrival = apply.Arrival(sent.own, flying, arrived.present, mix, number, last, late)
-        self.moved = apply.APPLIERS[then.channel.applier.acts_as](then, mean, arrival) or self.moved
+        self.moved = APPLIERS[then.channel.applier.acts_as](then, mean, arrival) or self.moved
 
     def round(self, step: int) -> int:
         """Number, from 1, of an exchange within its stage."""

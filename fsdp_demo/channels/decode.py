@@ -290,7 +290,7 @@ class SeededMean(DecodedMean):
         self.layout = layout
         self._positions = positions
         self._chosen = chosen
-        self._dense = dense
+        self._dense, self._topk = dense, topk
         self.device = chosen.device
         self._starts, at = {}, 0
         for g in layout.groups:
@@ -305,6 +305,11 @@ class SeededMean(DecodedMean):
         place, values = self._of(window)
         out.zero_().view(-1, BLOCK).scatter_(1, place, values)
         return out
+
+    def marks(self) -> SeededMean:
+        """Ones where something was sent, zeros elsewhere."""
+        ones = map(torch.ones_like, (self._chosen, self._dense))
+        return SeededMean(self.layout, self._positions, self._topk, *ones)
 
     def add_to(self, work: Tensor, alpha: float) -> None:
         # only what was sent is touched

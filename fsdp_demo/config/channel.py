@@ -218,9 +218,9 @@ class Channel:
     @property
     def equal_at_end(self) -> bool:
         """Whether a last exchange leaves the parameters that the channel covers equal on all
-        replicas; not if each applies its own delta.
+        replicas; not if each applies its own delta, nor if islands exchange in pairs.
         """
-        return not self.state_name and not self.applier.local_delta
+        return not (self.state_name or self.applier.local_delta or self.applier.acts.pairs)
 
 
 # ---- shell patterns over parameter names: which parameters a channel covers ----------------------

@@ -79,10 +79,12 @@ class Acts:
     Attributes:
         sources: their sources; "state" is any state of the optimizer.
         whole: whether they must send everything, in an exact format and without an accumulator.
+        pairs: whether the mean is that of two islands (`ExchangeConfig.pairs`).
     """
 
     sources: tuple[str, ...]
     whole: bool = False
+    pairs: bool = False
 
 
 SCHEDULES = {"every": True, "on_change": False}
@@ -113,4 +115,6 @@ APPLIERS = {
     "gradient": Acts(("gradient",)),
     "outer_step": Acts(("delta",)),
     "replace": Acts(("parameter", "state"), whole=True),
+    "pair_step": Acts(("delta",), whole=True, pairs=True),
+    "replace_sent": Acts(("parameter",), pairs=True),
 }

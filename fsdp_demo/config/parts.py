@@ -246,7 +246,9 @@ class Applier:
 
     Attributes:
         acts_as: `gradient`: the mean becomes the gradient of your optimizer; `outer_step`: a step
-            of SGD on the anchor; `replace`: parameters or state become the mean.
+            of SGD on the anchor; `replace`: parameters or state become the mean; of two islands
+            `pair_step` (NoLoCo): each steps an anchor of its own towards the mean, and
+            `replace_sent` (SAPS): parameters that were sent become the mean.
         lr: rate of the outer step.
         dense_lr: the same for tensors that a sparse channel sends whole.
         momentum: momentum of the outer step.
@@ -373,3 +375,30 @@ class Drop:
                 f"drop.limit={self.limit} is out of range: allowed is limit > 0, or auto"
             )
         one_of("drop.divisor", self.divisor, DIVISORS)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The choice of the two islands that exchange with each other (`pairs.py`).
+
+    Attributes:
+        by: `random`: any two; `bandwidth`: two with a fast link, and now and then two others, so
+            that all islands stay connected (SAPS-PSGD, arXiv 2002.09692).
+        bandwidth: Mbit/s from each island (row) to each, as `fsdp-demo doctor` measures them.
+        fast: Mbit/s above which a link is fast, in both directions; 0: the median of all links.
+        rounds: the pairs of so many rounds must connect all islands.
+    """
+
+    by: str = "random"
+    bandwidth: tuple[tuple[float, ...], ...] = ()
+    fast: float = 0.0
+    rounds: int = 10
+
+    def __post_init__(self) -> None:
+        one_of("pairs.by", self.by, ("random", "bandwidth"))
+        in_range("pairs.fast", self.fast, 0.0)
+        in_range("pairs.rounds", self.rounds, 1)
+        rows = len(self.bandwidth)
+        if (rows > 1) != (self.by == "bandwidth") or any(len(r) != rows for r in self.bandwidth):
+            what = f"pairs.by={self.by!r} with {rows} rows of pairs.bandwidth"
+            raise ValueError(f"{what}: 'bandwidth' needs a row and a column for each island")

@@ -97,11 +97,20 @@ def _codec_rules(c: Channel) -> list[tuple[bool, str]]:
 def _applier_rules(c: Channel) -> list[tuple[bool, str]]:
     a, source = c.applier, "state" if c.state_name else c.source
     wanted = " or ".join(repr(name) for name, acts in APPLIERS.items() if source in acts.sources)
+    exact = " or ".join(name for name, form in FORMATS.items() if form.exact)
     return [
         (
             source not in a.acts.sources,
             f"applier.acts_as={a.acts_as!r} cannot apply source {c.source!r}: use "
             f"applier.acts_as={wanted}",
+        ),
+        (
+            a.acts.pairs
+            and (a.mix > 0 or a.nesterov or c.accumulator is not None)
+            or a.acts_as == "replace_sent"
+            and not (c.codec.seeded and c.codec.format.exact and c.codec.transform == "none"),
+            f"applier.acts_as={a.acts_as!r} takes mix=0, nesterov=False, no accumulator; "
+            f"'replace_sent' select 'random' or 'stride', no transform, value_dtype {exact}",
         ),
         (
             a.sign and not c.before_step,
@@ -315,7 +324,7 @@ def _unused(c: Channel) -> dict[str, str]:
     if a.local_delta:
         local = "whose momentum is the accumulator's (accumulator.beta)"
         found |= dict.fromkeys(_MOMENTUM, f"{name} has applier.local_delta=True, {local}")
-    if a.acts_as != "outer_step":
+    if a.acts_as not in ("outer_step", "pair_step"):
         found |= dict.fromkeys(
             (*_MOMENTUM, "applier.lr", "applier.dense_lr"),
             f"{name} takes no outer step (applier.acts_as={a.acts_as!r}), and its rate is that of "
@@ -327,7 +336,7 @@ def _unused(c: Channel) -> dict[str, str]:
 def _unused_above(channels: Sequence[Channel], clips_mean: bool) -> dict[str, str]:
     """The keys of the top level without effect -> why."""
     found: dict[str, str] = {}
-    if not any(p.codec.seeded for c in channels for p in c.phases):
+    if not any(p.codec.seeded or p.applier.acts.pairs for c in channels for p in c.phases):
         found["seed"] = "no channel draws positions (codec.select='random' or 'stride')"
     if not any(c.source == "delta" for c in channels):
         found["offload_outer_state"] = "no channel keeps an anchor (source 'delta')"

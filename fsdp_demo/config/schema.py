@@ -22,7 +22,7 @@ from . import rules, together
 from .channel import Channel, Phase
 from .local_steps import BY_SPEED, EQUAL, LOCAL_STEPS
 from .parsing import build, in_range, one_of, read_yaml, set_path, typed
-from .parts import BLOCK, Drop
+from .parts import BLOCK, Drop, Pairs
 
 CLIP_SCOPES = ("replica", "islands")
 
@@ -52,7 +52,7 @@ class ExchangeConfig:
             at every step, behind what is in flight.
         offload_outer_state: keep anchors and outer momentum in (pinned) host memory, from which the
             channel that is due fetches its own.
-        seed: number from which `random` draws its positions.
+        seed: number from which `random` draws its positions, and `pairs` theirs.
         norm_limit: how many times the norm of the others the norm of a contribution may be, to
             about a fifth; beyond that it is left out of its message (`exchange/watch.py` says which
             norms). null: none is.
@@ -67,6 +67,7 @@ class ExchangeConfig:
             late one has trained counts in its next exchange.
         late_rounds: exchanges in a row that one island may be late for.
         inner_rank: columns of the moments of an inner `lowrankadamw`; 0: another optimizer.
+        pairs: islands exchange in pairs, chosen so; null: all with all.
 
     Example:
         >>> from fsdp_demo import ExchangeConfig, preset
@@ -91,6 +92,7 @@ class ExchangeConfig:
     backup_islands: int = 0
     late_rounds: int = 1
     inner_rank: int = 0
+    pairs: Pairs | None = None
 
     def __post_init__(self) -> None:
         for c in self.channels:

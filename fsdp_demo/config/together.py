@@ -25,6 +25,7 @@ def problems(c: Config) -> Iterator[str]:
                 "twice, in its gradient and in its weight: take drop.divisor=exact, or weight=equal"
             )
     yield from _low_rank(c)
+    yield from _pairs(c)
     if c.by_speed:
         yield from _by_speed(c)
     if c.backup_islands:
@@ -84,6 +85,26 @@ def _low_rank(c: Config) -> Iterator[str]:
         yield (
             f"channels {late} of moments have a delay, and would land in another basis than they "
             "were sent in (inner_rank): set their schedule.delay to 0"
+        )
+
+
+def _pairs(c: Config) -> Iterator[str]:
+    """Why islands cannot exchange in pairs, or not with all."""
+    for x in c.channels:
+        s = x.schedule
+        if x.applier.acts.pairs != (c.pairs is not None):
+            yield (
+                f"pairs={c.pairs} with applier.acts_as={x.applier.acts_as!r} ({x.name}): only "
+                "'pair_step' and 'replace_sent' act on the mean of a pair, and on no other. Take "
+                "preset noloco or saps, or leave pairs out"
+            )
+        elif c.pairs and (s != c.channels[0].schedule or s.delay or not s.pure or x.fragments):
+            yield "pairs ask nobody else: use one schedule, delay=0, when='every', no fragments"
+    asks = c.by_speed or c.clips_together or c.norm_limit or (c.drop and c.drop.limit == "auto")
+    if c.pairs and asks:
+        yield (
+            "pairs with local_steps='by_speed', clip_scope='islands', drop='auto' or a norm_limit, "
+            "which all islands settle: use 'equal', 'replica', seconds, null"
         )
 
 

@@ -271,13 +271,12 @@ class Driver(NetworkLoop):
     # ---- messages ------------------------------------------------------------------------------
 
     def _launch(self, message: RoundMessage) -> None:
-        if self.stopping.gave_up or self.stopping.abandoned(message.n):
+        if self.stopping.gave_up or self.stopping.abandoned(message.n, message.among):
             self.stopping.give_up(message)
             return
         self.traffic.open(message)
-        self._step(
-            protocol_events.Launched(message.n, message.kind, message.header.kind not in WITHIN)
-        )
+        question = message.header.kind not in WITHIN
+        self._step(protocol_events.Launched(message.n, message.kind, question, among=message.among))
         self.traffic.expect(message)
         head = message.header
         counts = head.kind == PAYLOAD and not (head.late or head.flags & ENDING)

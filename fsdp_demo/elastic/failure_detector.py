@@ -46,6 +46,7 @@ class FailureDetector:
     Attributes:
         began: the time at which this rank launched each undelivered message, by number. rounds:
             seconds that the last messages of steps took.
+        among: the members of the newest one; empty: all.
         next_of: the next message of each peer, by its last beat. leaving: peers that have
             announced their end.
     """
@@ -65,6 +66,7 @@ class FailureDetector:
         self.connections = {m: list(w) for m, w in connections.items()}
         self.siblings = dict(siblings)
         self.began: dict[int, float] = {}
+        self.among: tuple[Member, ...] = ()
         self.rounds: deque[float] = deque(maxlen=50)
         self.next_of: dict[Member, int] = {}
         self.leaving: set[Member] = set()
@@ -176,7 +178,8 @@ class FailureDetector:
         not reached it; -1 and no peer where all is delivered.
         """
         n = min(self.began, default=-1)
-        late = [m for m in self.notes if m not in self.leaving and self.next_of.get(m, n + 1) <= n]
+        asked = [m for m in self.among or self.notes if m in self.notes and m not in self.leaving]
+        late = [m for m in asked if self.next_of.get(m, n + 1) <= n]
         return n, now - self.began.get(n, now), late
 
     @property

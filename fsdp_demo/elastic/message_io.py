@@ -63,6 +63,7 @@ class Traffic:
         """Keep a message that this rank launches."""
         self._messages[message.n] = message
         self._detector.began[message.n] = time.monotonic()
+        self._detector.among = message.among
         message.early.update({m: early for (n, m), early in self._early.items() if n == message.n})
 
     def deliver(self, action: protocol_events.Deliver) -> None:
@@ -71,7 +72,8 @@ class Traffic:
         # those between steps (the start, a question) say nothing of how unlike islands are
         if self._messages[action.n].header.kind in WITHIN:
             self._detector.rounds.append(took)
-        self._messages[action.n].tasks.put(self._loop.machine.record.settlement(action.n))
+        message = self._messages[action.n]
+        message.tasks.put(self._loop.machine.record.settlement(action.n).of(message.among))
 
     def free(self, action: protocol_events.Free) -> None:
         """Forget a message, since all members have delivered it."""
@@ -92,7 +94,7 @@ class Traffic:
         entry = next((e for e in rank.open if e.n == n), None)
         if entry is None or entry.delivered or rank.state != "running":
             return
-        settled = rank.record.settlement(n)
+        settled = rank.record.settlement(n).of(message.among)
         wanted = [
             p
             for p in needed(entry.kind, settled) - entry.pieces
@@ -190,12 +192,12 @@ class Traffic:
     def send(self, action: protocol_events.Send) -> None:
         """Send a piece, once it has been calculated."""
         piece, view = action.piece, action.view
-        settled = self._loop.machine.record.settlement(action.n)
         if piece.what == "early":
             for member in action.to:
                 self.send_early(self._early[action.n, piece.of], piece, member)
             return
         message = self._messages[action.n]
+        settled = self._loop.machine.record.settlement(action.n).of(message.among)
         if piece.what == "share":
             message.tasks.put(lambda: self._cut(message, settled.owners, piece, view))
         elif (data := message.held(piece)) is not None:

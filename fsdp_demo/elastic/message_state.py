@@ -75,6 +75,7 @@ class RoundMessage:
         vectors, weigh, compare: see `PeerGroup.exchange`.
         new_vector: makes room for the mean of the only vector, fp32 [n].
         num_connections: connections to which its pieces are dealt.
+        among: its members, where they are not all (`protocol_events.Launched`).
 
     Attributes:
         kind: for the membership machine: gather without vectors, else mixed.
@@ -101,7 +102,9 @@ class RoundMessage:
         num_connections: int = 1,
         compare: bool = False,
         new_vector: Callable[[int], Tensor] = new_vector,
+        among: tuple[Member, ...] = (),
     ):
+        self.among = among
         self.n, self.me, self.num_connections, self.longest = n, me, num_connections, longest
         self.header = replace(header, number=n % 2**32)
         self.kind: Kind = "mixed" if vectors else "gather"

@@ -203,7 +203,7 @@ class PeerGroup:
         return self._run(header, data, longest=longest, setup=True)[1]
 
     def exchange(
-        self, header: Header, body: Tensor, vectors: Vectors, weigh: Weigh, compare: bool = False
+        self, header: Header, body: Tensor, vectors: Vectors, weigh: Weigh, **how: Any
     ) -> ReceivedMessage:
         """What all replicas send in one message: a body (uint8, equal length everywhere), and
         vectors of which each gets the mean.
@@ -212,9 +212,10 @@ class PeerGroup:
             vectors: (fp32 [n] on the CPU, code); weigh: from the headers the weights of each, or
                 an error, which is raised here. With weights w = weights[i] vector i becomes
                 sum_r w_r v_r / sum_r w_r, zeros if all its weights are zero.
-            compare: note `alike` and `something`.
+            how: compare: note `alike` and `something`. among: the slots of the replicas that take
+                part, this one included, where they are not all; all must stay then.
         """
-        headers, bodies, means = self._run(header, body, vectors, weigh, compare=compare)
+        headers, bodies, means = self._run(header, body, vectors, weigh, **how)
         return ReceivedMessage(headers, bodies, means, slots=self.slots)
 
     def mean(self, header: Header, vectors: Vectors) -> list[Tensor]:
@@ -233,6 +234,7 @@ class PeerGroup:
         longest: int | None = None,
         setup: bool = False,
         compare: bool = False,
+        among: Sequence[int] = (),
     ) -> tuple[list[Header], list[Tensor], list[Tensor]]:
         if (followed := self._followed(header, data, vectors, weigh, longest)) is not None:
             return followed
@@ -247,6 +249,7 @@ class PeerGroup:
             self.num_connections,
             compare,
             self._new_vector,
+            tuple(map(Member, among)),
         )
         settled = self._taken_part(message)
         out, before = message.result(settled), self.slots
@@ -372,7 +375,7 @@ class PeerGroup:
         if (message := self._message) is None:
             return ()
         alive, record = self.alive, self._driver.machine.record if self._driver else None
-        asked = [] if record is None else record.contributors(message.n)
+        asked = [] if record is None else message.among or record.contributors(message.n)
         others = [m.slot for m in asked if m != self._me and m.slot in alive]
         bodies = {m.slot for m in list(message.bodies)}
         lacking = [slot for slot in others if slot not in bodies]
@@ -415,13 +418,14 @@ class PeerGroup:
         """Whether a message comes to nothing, as all islands end: it is to be saved as unsent."""
         return self._driver is not None and self._driver.stopping.gave_up
 
-    def stop_with_all(self, applied_at: int, seconds: float) -> int | None:
+    def stop_with_all(self, applied_at: int, seconds: float, in_pairs: bool = False) -> int | None:
         """Wait until all have what all have sent: all islands are told to end, and this rank sends
         nothing more. In the worker's thread, after what is under way.
 
         Args:
             applied_at: how many steps this rank had taken when it last applied a message.
             seconds: to wait at most.
+            in_pairs: wait until all stand behind one exchange, or one is further.
 
         Returns:
             The most that any island says for `applied_at`; None where not all have come so far:
@@ -429,7 +433,7 @@ class PeerGroup:
         """
         if self._driver is None:
             return applied_at
-        return self._driver.stopping.stop_with_all(applied_at, seconds)
+        return self._driver.stopping.stop_with_all(applied_at, seconds, in_pairs)
 
     def leave(self, stopped: bool = False) -> None:
         """Tell the others that this island goes on no more, and whether it was told to stop. Fixed

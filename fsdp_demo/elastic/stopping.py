@@ -41,12 +41,25 @@ class Stopping:
         self._applied_at: dict[Member, int] = {}
         self._said: ToldToEnd | None = None
 
-    def stop_with_all(self, applied_at: int, seconds: float) -> int | None:
+    def stop_with_all(self, applied_at: int, seconds: float, in_pairs: bool = False) -> int | None:
         """`PeerGroup.stop_with_all`, in the thread that exchanges: nothing more is launched."""
         self._loop.do(lambda: self.end(applied_at))
-        if not self._loop.wait(self._settled, seconds):
+        over = (lambda: self._level(applied_at)) if in_pairs else self._settled
+        if not self._loop.wait(over, seconds):
             return None
-        return max(self._applied_at.values(), default=-1)
+        most = max(self._applied_at.values(), default=-1)
+        if in_pairs and most > applied_at:
+            self._loop.do(self._ends.clear)  # the others say theirs again with each beat
+        return most
+
+    def _level(self, applied_at: int) -> bool:
+        """Whether all stand behind one exchange, or one is further. Where messages are of pairs
+        nobody knows which come to nothing: so whoever is behind trains on to the furthest.
+        """
+        rank, applied = self._loop.machine, self._applied_at
+        here = {m for m, at in applied.items() if at == applied_at and m in self._ends}
+        all_here = here >= {*rank.record.members} and not any(map(rank.owed, rank.open))
+        return all_here or max(applied.values()) > applied_at
 
     def launches(self, message: RoundMessage) -> None:
         """Note the newest message of this rank."""
@@ -62,6 +75,8 @@ class Stopping:
         if rank.me not in self._told or rank.state in ("left", "expelled"):
             return
         self.together |= self._told >= set(rank.record.members) - rank.lost
+        if self.last is not None and self.last.among:  # of a pair: this rank comes so far
+            self._applied_at[rank.me] = self.last.header.step + 1
         end, applied_at = (at.get(rank.me, -1) for at in (self._ends, self._applied_at))
         note = ToldToEnd(end, self.together, applied_at)
         if note != self._said or again:
@@ -79,7 +94,9 @@ class Stopping:
             self._told.add(member)
             self.together |= note.together and me in self._told
             if note.end >= 0:
-                self._ends.setdefault(member, note.end)
+                self._ends[member] = note.end
+            else:
+                self._ends.pop(member, None)
             if note.applied_at >= 0:
                 self._applied_at[member] = note.applied_at
 
@@ -98,7 +115,7 @@ class Stopping:
     def give_up_last(self) -> None:
         """Wait no longer for the last message, where it is abandoned and not delivered."""
         message = self.last
-        if message is not None and not self.gave_up and self.abandoned(message.n):
+        if message is not None and not self.gave_up and self.abandoned(message.n, message.among):
             if any(e.n == message.n and not e.delivered for e in self._loop.machine.open):
                 self.give_up(message)
 
@@ -108,9 +125,9 @@ class Stopping:
         self.end()
         message.tasks.put(PeerLost(ABANDONED))
 
-    def abandoned(self, n: int) -> bool:
-        """Whether some member never sends message n, or this rank has said so."""
-        return self.together and any(n >= end for end in self._ended())
+    def abandoned(self, n: int, among: tuple[Member, ...] = ()) -> bool:
+        """Whether some member never sends message n, or this rank has said so; never of a pair."""
+        return self.together and not among and any(n >= end for end in self._ended())
 
     def departed(self, member: Member) -> bool:
         """Whether a peer may go without a change of members: it sends nothing more, and this rank

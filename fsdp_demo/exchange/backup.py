@@ -23,6 +23,15 @@ def refuse(topology: Topology) -> None:
         )
 
 
+def refuse_pairs(config: ExchangeConfig, topology: Topology) -> None:
+    """Raise ValueError for exchanges in pairs where islands may come and go."""
+    if config.pairs is not None and topology.elastic and topology.least < topology.islands:
+        raise ValueError(
+            f"pairs with ISLAND_MIN={topology.least} of {topology.islands}: islands differ, so no "
+            "other can stand for a lost one. Set ISLAND_MIN to ISLAND_COUNT, without ISLAND_SLOTS"
+        )
+
+
 class BackupIslands:
     """The exchanges that this island may pass, on one rank. All ranks call each method together."""
 

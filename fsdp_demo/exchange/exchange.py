@@ -89,6 +89,7 @@ class Exchange(Readings):
         assembly.check(config, host)
         if config.backup_islands:
             backup.refuse(topology)
+        backup.refuse_pairs(config, topology)
         if topology.islands > 1:  # alone nothing is sent: shapes are enough to plan with
             refuse_meta(host, model)
         refuse_unknown(host, model, config.own_tensors)
@@ -96,7 +97,7 @@ class Exchange(Readings):
         self.shows_result = self.newcomer = False
         self._equal: bool | None = None
         self.told: dict[str, Any] = {}
-        status = LocalStatus(topology.islands, alone=topology.elastic)
+        status = LocalStatus(topology.islands, alone=topology.elastic or config.pairs is not None)
         self._connections = ExchangeConnections(
             topology,
             host.shard_position(topology.rank, topology.world),
@@ -297,8 +298,12 @@ class Exchange(Readings):
         Args:
             together: wait for that, however long the period. False: where no payload leaves in the
                 next step, this island stops after it (of several ranks: within about a second,
-                all after one step), and the others notice at their next exchange.
+                all after one step), and the others notice at their next exchange. True raises
+                ValueError where islands exchange in pairs.
         """
+        if together and self.config.pairs is not None:
+            what = "request_stop(together=True) with pairs, whose messages reach one other island"
+            raise ValueError(f"{what}: send SIGTERM to all, or agree by exchange.across_islands")
         self._runtime.status.request_stop(together)
 
     @collective("stop_here()")

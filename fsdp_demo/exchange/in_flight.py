@@ -22,6 +22,8 @@ import torch
 from torch.profiler import record_function
 
 from ..channels.channel import ChannelPayload, ChannelRunner, Incoming
+from ..config.pairs import PairSchedule
+from ..config.schema import ExchangeConfig
 from ..elastic.peer_group import PeerGroup
 from ..errors import PeerLost
 from ..peers.collectives import ReceivedMessage
@@ -81,18 +83,19 @@ class InFlightQueue:
         self.unsent: list[PendingExchange] = []
 
     def work_with(
-        self, channels: Sequence[ChannelRunner], norm_limit: float | None, pace: Pace
+        self, channels: Sequence[ChannelRunner], config: ExchangeConfig, pace: Pace
     ) -> None:
-        """Set the channels, `ExchangeConfig.norm_limit` and who hears the islands' speeds: at the
-        start, and where the method is chosen later, while nothing is under way. `watch` and
-        `history` stay.
+        """Set the channels, the method and who hears the islands' speeds: at the start, and where
+        the method is chosen later, while nothing is under way. `watch` and `history` stay.
         """
         self.channels, self._pace = list(channels), pace
         in_flight = max((c.channel.schedule.in_flight for c in channels), default=0)
-        self.norms = Norms(norm_limit, in_flight)
+        self.norms = Norms(config.norm_limit, in_flight)
         self.sender = MessageSender(
             self.connections, self.device, self.watch, self.norms, self.ledger
         )
+        if config.pairs and (n := self.history.islands) > 1:
+            self.sender.pairs = PairSchedule(config.pairs, n, config.seed)
 
     # ---- sending -------------------------------------------------------------------------------
 
@@ -229,7 +232,7 @@ class InFlightQueue:
             float(error is not None),
             float(asked),
             float(bool(self.watch.written) and flight.step >= 0),
-            float(len(headers)),
+            float(self.history.islands if self.sender.pairs and headers else len(headers)),
             *self._paces(headers, arrived.slots if headers else ()),
         )
         if failed:
@@ -242,7 +245,7 @@ class InFlightQueue:
             self._took_part(int(islands))
             self._pace.hear(list(map(int, paces)))
         if headers and flight.step >= 0:
-            if arrived.slots != self.history.slots:
+            if self.sender.pairs is None and arrived.slots != self.history.slots:
                 self.history.hear(flight.step, arrived.slots)
             told = [*zip(arrived.slots, headers, strict=False)]
             self.history.early = tuple(slot for slot, h in told if h.flags & EARLY)

@@ -83,8 +83,9 @@ def stop_with_all(runtime: StepRuntime) -> int:
         delays = {c.channel.name: c.channel.schedule.delay for c in queue.channels}
         # the step count at which this island applied its last message; 0 where there was none
         applied_at = max((n + delays[name] + 1 for name, n in queue.applied.items()), default=0)
+        paired = runtime.config.pairs is not None
         job = worker.submit(
-            lambda: peers.stop_with_all(applied_at, max(end - time.monotonic(), 0.0))
+            lambda: peers.stop_with_all(applied_at, max(end - time.monotonic(), 0.0), paired)
         )
         try:
             ends_at = job.result(seconds + 1.0)
@@ -266,12 +267,14 @@ class Departures:
         already; at most `delay` steps are taken. All ranks of the island call it together, at the
         end of a step.
         """
-        if not self._topology.elastic:
+        in_pairs = runtime.config.pairs is not None
+        if not (self._topology.elastic or in_pairs):
             return False
-        if self._stops_by is None:
+        if first := self._stops_by is None:
             if not _all_stop(runtime):
                 return False
             self._stops_by = time.monotonic() + patience(runtime)
+        if first or (in_pairs and runtime.step >= self._ends_at):
             self._ends_at = stop_with_all(runtime)
         late = time.monotonic() >= self._stops_by
         return not runtime.island.any(late or runtime.step >= self._ends_at)
@@ -279,11 +282,11 @@ class Departures:
     def leave(self, runtime: StepRuntime, stopped: bool) -> None:
         """Tell the others that this island trains no further (`Exchange.leave`)."""
         topology, peers = self._topology, self._connections.peers
-        together = self._stops_by is not None
+        together, in_pairs = self._stops_by is not None, runtime.config.pairs is not None
         if not stopped and peers is not None and peers.abandoned:
             together = True
             stop_with_all(runtime)
-        elif stopped and topology.elastic and runtime.stopped_alone and not together:
+        elif stopped and topology.elastic and runtime.stopped_alone and not (together or in_pairs):
             say(runtime, patience(runtime))
         if together:
             runtime.queue.note_unsent()

@@ -38,6 +38,8 @@ class Plan:
 
     def __init__(self, sections: Sequence[ChannelCodec], size: int, rank: int = 0):
         self.sections, self.size, self.rank = list(sections), size, rank
+        if size > 2 and any(s.channel.applier.acts.pairs for s in sections):
+            self.size, self.rank = 2, rank % 2  # with one other island
 
     @property
     def cycle(self) -> int:

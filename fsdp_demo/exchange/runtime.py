@@ -163,7 +163,7 @@ class StepRuntime:
         self.channels, self.buffers = bound.channels, bound.buffers
         self.pace.work_with(config)
         self.changes = ChangeMeter(config.channels) if config.checks else None
-        self.queue.work_with([*self.channels, *self.buffers], config.norm_limit, self.pace)
+        self.queue.work_with([*self.channels, *self.buffers], config, self.pace)
         self.before_step = [c for c in self.channels if c.channel.before_step]
         self.backup = BackupIslands(self.queue, config) if config.backup_islands else None
         self.after_step = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
@@ -569,6 +569,9 @@ class StepRuntime:
         if wrote := [c for c in applied if c.channel.writes_parameters]:
             self.host.commit()
             self.rewritten.exchanged(i for c in wrote if c not in self.buffers for i in c.covered)
+        for c in applied:
+            if c.channel.applier.acts.pairs:  # of its pair
+                self.drift = drift(self.island, *c.moved)
         deltas = [c for c in self.channels if c.channel.source == "delta"]
         for c in applied:
             if c.channel.after and c.channel.source == "parameter":

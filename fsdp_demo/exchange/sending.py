@@ -26,10 +26,12 @@ from torch.profiler import record_function
 
 from ..channels.channel import ChannelPayload
 from ..compression.windows import pinned
+from ..config.pairs import PairSchedule
 from ..elastic.message_state import Vectors
 from ..elastic.peer_group import PeerGroup, PeerUser
 from ..peers.collectives import ReceivedMessage
 from ..peers.header import (
+    ENDING,
     LEAVING,
     NOT_FINITE,
     PASSED,
@@ -334,7 +336,12 @@ class MessageSender:
         watch: checks headers and bodies of the answers.
         norms: of earlier messages, by which the contributions in answers are judged.
         ledger: counts bytes by channel.
+
+    Attributes:
+        pairs: the islands of each message, where they are two; None: all.
     """
+
+    pairs: PairSchedule | None = None
 
     def __init__(
         self,
@@ -461,7 +468,11 @@ class MessageSender:
 
         before = Moved(peers.meter.bytes_sent, peers.meter.bytes_received)
         with record_function("fsdp_demo::send"):
-            arrived = peers.exchange(head, body, sent, weigh, compares)
+            among: tuple[int, ...] = ()
+            if self.pairs is not None and not head.flags & ENDING:
+                schedule = next(iter(message.sections.values())).channel.schedule
+                among = self.pairs.members(schedule.round(flight.step), peers.slot)
+            arrived = peers.exchange(head, body, sent, weigh, compare=compares, among=among)
         flight.moved = Moved(peers.meter.bytes_sent, peers.meter.bytes_received) - before
         self._ledger.message(message, peers.size, peers.rank, flight.moved)
         if compares and sections is not None and len(arrived.bodies) > 1:

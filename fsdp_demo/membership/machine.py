@@ -99,6 +99,8 @@ class Rank:
                 f"= {end}: wait for one"
             )
         rank = rank._asked(n) if event.question else rank
+        if event.among:
+            rank = rank._with(replace(rank._own(n, kind), among=event.among))
         if rank._must_wait(n):
             return replace(rank, next=n + 1)._with(rank._own(n, kind)), freed
         rank, actions = replace(rank, next=n + 1, sent=n + 1)._send_own(n, kind)
@@ -143,7 +145,8 @@ class Rank:
         (reduce-again: from the kept vector).
         """
         entry, actions = self._own(n, kind), list[Action]()
-        members, attempt = self.record.contributors(n), self.record.settlement(n).attempt
+        members = entry.among or self.record.contributors(n)
+        attempt = self.record.settlement(n).attempt
         others = tuple(m for m in members if m != self.me)
         body = Piece("body", self.me)
         entry = replace(entry, pieces=entry.pieces | {body})
@@ -157,7 +160,7 @@ class Rank:
 
     def _averaged(self, entry: OpenMessage) -> tuple[OpenMessage, list[Action]]:
         """With all shares of leg 1 there, one's own part of the mean is made and sent (leg 2)."""
-        settled = self.record.settlement(entry.n)
+        settled = self.record.settlement(entry.n).of(entry.among)
         own = Piece("part", self.me, settled.attempt)
         if (
             entry.kind == "gather"
@@ -204,7 +207,7 @@ class Rank:
         """Whether a piece belongs to the message as it is settled: shares and parts of another
         attempt never mix (no-mixed-attempts).
         """
-        settled = self.record.settlement(n)
+        settled = self.record.settlement(n).of(self._entry(n).among)
         # one that leaves may say it before the message is launched here (early-part)
         if piece.what == "early":
             return piece.of in settled.contributors
@@ -233,7 +236,7 @@ class Rank:
 
     def _made_of(self, entry: OpenMessage) -> frozenset[Piece] | None:
         """The pieces from which a message is delivered, if this rank has all of them."""
-        pieces = needed(entry.kind, self.record.settlement(entry.n))
+        pieces = needed(entry.kind, self.record.settlement(entry.n).of(entry.among))
         return pieces if entry.pieces >= pieces else None
 
     def _voted(self, event: protocol_events.Voted) -> tuple[Rank, Actions]:
@@ -271,7 +274,8 @@ class Rank:
         while rank._entry(landed).delivered:
             landed += 1
         rank = replace(rank, landed=landed)
-        deliver = protocol_events.Deliver(n, rank.record.settlement(n).contributors, pieces)
+        settled = rank.record.settlement(n).of(entry.among)
+        deliver = protocol_events.Deliver(n, settled.contributors, pieces)
         rank, more = rank._freed_below(rank._stable()) if rank.state == "running" else (rank, ())
         return rank, (deliver, *more)
 
@@ -294,9 +298,17 @@ class Rank:
 
     def _stable(self) -> int:
         """The number below which all members have delivered every message, in this peer group
-        (seal-stable, settle-all-open)."""
+        (seal-stable, settle-all-open); of a message among some, these."""
+        if any(e.among for e in self.open):
+            return min([self.landed, *(e.n for e in self.open if self.owed(e))])
         known = zip(self.record.members, self.heard, strict=True)
         return min([self.landed, *(h for m, h in known if m != self.me)])
+
+    def owed(self, entry: OpenMessage) -> bool:
+        """Whether another member of an open message has yet to deliver it, as far as known."""
+        members = {*(entry.among or self.record.members)} - {self.me} - self.lost
+        known = zip(self.record.members, self.heard, strict=True)
+        return any(h <= entry.n for m, h in known if m in members)
 
     def unread(self, below: int) -> bool:
         """Whether a member that is not lost has yet to deliver a message below that number, as far

@@ -35,11 +35,15 @@ class Launched(Event, frozen=True):
     """The training loop of this rank has made message n. Numbers come in order. A `question` is a
     message between two steps, in which a newcomer that has not begun takes no part: it begins with
     the first other message from its base on.
+
+    among: its members, this one included, where they are not all: only where all must stay, so no
+    change ever settles it. Each island launches each number, those of a set with the same one.
     """
 
     n: int
     kind: Kind
     question: bool = False
+    among: tuple[Member, ...] = ()
 
 
 class PieceReceived(Event, frozen=True):

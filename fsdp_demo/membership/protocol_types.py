@@ -85,11 +85,15 @@ class Settlement(NamedTuple):
         """The contributors that exchange the message: each owns a part of the mean."""
         return tuple([m for m in self.contributors if m not in self.early])
 
+    def of(self, among: tuple[Member, ...]) -> Settlement:
+        """This settlement of a message among these only; empty: among all."""
+        return self._replace(contributors=among) if among else self
+
 
 @dataclass(frozen=True)
 class OpenMessage:
     """One message that this rank has something of and has not freed. `shares`: whose shares of the
-    present attempt have come.
+    present attempt have come. `among`: as in `Launched`.
     """
 
     n: int
@@ -97,6 +101,7 @@ class OpenMessage:
     pieces: frozenset[Piece] = frozenset()
     shares: frozenset[Member] = frozenset()
     delivered: bool = False
+    among: tuple[Member, ...] = ()
 
 
 class HeldMessage(Struct, frozen=True, array_like=True):

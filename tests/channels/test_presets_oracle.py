@@ -20,6 +20,7 @@ from fsdp_demo.compression.windows import EDGE
 from fsdp_demo.config.channel import tensor_layout_kind
 from fsdp_demo.config.parts import BLOCK
 
+from ..oracles import pairs
 from ..oracles import presets as oracle
 from ..oracles.blocks import shard_rows
 from ..support import layered, probe
@@ -162,6 +163,20 @@ def seeded_oracle(*args, config, shards=1, active_copies=1, beta=0.95, **kw) -> 
     return oracle.Demo(*args, coding=chosen, shards=shards, beta=beta, **kw)
 
 
+def saps_oracle(*args, config, shards=1, active_copies=1, **kw) -> pairs.SapsAverage:
+    """SAPS at the positions of `config`."""
+    shapes = {n: p.shape for n, p in args[0].items()}
+    at = positions(config, shapes, shards, active_copies)
+    by = lambda islands, round: pairs.random_pairs(islands, 0, round)  # noqa: E731
+    return pairs.SapsAverage(*args, positions=at, pairs=by, period=1, shards=shards, **kw)
+
+
+def noloco_oracle(*args, **kw) -> pairs.NoLoCo:
+    """NoLoCo with random pairs."""
+    by = lambda islands, round: pairs.random_pairs(islands, 0, round)  # noqa: E731
+    return pairs.NoLoCo(*args, pairs=by, period=P, **kw)
+
+
 P = 4  # period of the delta presets here
 
 
@@ -181,6 +196,7 @@ RANDOM = preset("random", topk=512, clip=None)
 STRIDE = preset(
     "stride", **probe.PLAIN_EMBEDDINGS, topk=300, sign=False, beta=0.9, clip=None, transform=True
 )
+SAPS = preset("saps", topk=300, clip=None)
 SELECTIVE = {"check_every": 2, "delta": 2.5e-3, "window": 3, "at_most": 4}
 STREAM = {"period": 6, "delay": 2, "mix": 0.5, "layers": 2, "value_dtype": "fp32"}
 
@@ -264,6 +280,9 @@ CASES = {
     "threshold": Case(preset("sparse_loco", period=P, value_dtype="fp32", clip=None,
         inner_optimizers="as_is", **{"codec.select": "threshold", "codec.threshold_every": 2}),
         oracle.SparseLoCo, sgd, {"period": P, "code": "fp32", "every": 2}, seeds={"4x1": 74}),
+    "noloco": Case(preset("noloco", period=P, clip=None), noloco_oracle, adamw,
+        {"alpha": 0.5, "beta": 0.7, "gamma": 0.7}),
+    "saps": Case(SAPS, saps_oracle, sgd, {"config": SAPS}),
 }  # fmt: skip
 
 
@@ -360,8 +379,9 @@ VARIANTS = (
     "diloco-warmup",
 )  # fmt: skip
 VARIANTS += ("streaming-sequential",)
+MUST_STAY = ("noloco", "saps")
 COMBINATIONS = [(n, i) for n in CASES for i in BOTH if i == "2x2" or n not in VARIANTS] + [
-    (n, "2x2-unsharded") for n in (*FIRST, "random")
+    (n, "2x2-unsharded") for n in (*FIRST, "random", "noloco", "saps")
 ]
 
 
@@ -370,8 +390,9 @@ def test_preset_follows_oracle(run_ranks, name, islands):
     """Every preset follows its oracle step for step."""
     case, (count, procs, sharded) = CASES[name], ISLANDS[islands]
     steps, seed = case.steps if islands in BOTH else 10, case.seed_for(islands)
-    results = run_ranks(trainer(case, seed, steps, sharded=sharded), count, procs)
-    if case.make is seeded_oracle and not sharded:
+    env = {"ISLAND_MIN": str(count)} if name in MUST_STAY else {}
+    results = run_ranks(trainer(case, seed, steps, sharded=sharded), count, procs, env=env)
+    if case.make in (seeded_oracle, saps_oracle) and not sharded:
         case = replace(case, options={**case.options, "active_copies": procs})
     truth = expected(case, count, procs if sharded else 1, seed, steps)
     assert truth.margin > 5e-6, f"choose another seed: a top-k choice is as close as {truth.margin}"
@@ -384,7 +405,7 @@ def test_preset_follows_oracle(run_ranks, name, islands):
         together = case.config.equal_after_exchange or name == "released-average"
         if together and case.model is PROBE:  # fragments are equal one after the other
             assert equal == (truth.equal or [(t + 1) % every == 0 for t in range(steps)])
-        else:
+        elif count > 2 or name not in MUST_STAY:  # two islands are a pair
             assert equal == [False] * steps
 
 

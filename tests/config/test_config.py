@@ -35,6 +35,7 @@ from fsdp_demo.config.parts import BLOCK
 from ..support.refused import refusal
 
 PRESETS = sorted(presets())
+PAIRED = ("noloco", "saps")
 quick = settings(max_examples=25, deadline=None)
 
 
@@ -283,6 +284,8 @@ def changes_of(name: str) -> st.SearchStrategy[dict[str, Any]]:
     delays = (
         {} if name in ("streaming_diloco", "sel_sync") else {"schedule.delay": st.integers(0, 3)}
     )
+    if name in PAIRED:
+        delays = {}
     options: dict[str, Any] = {
         **delays,
         "clip": st.none() | number,
@@ -390,7 +393,8 @@ def test_config_digest_holds_every_field(name: str) -> None:
     words += "accumulator offset sync_every momentum keep_steps own_share own_step dampening "
     words += "fragments local_steps backup_islands inner_rank "
     words += "weight when " if any(c.later for c in config.channels) else "when "
-    words += "delay at_most" if config.checks else ""
+    words += "delay at_most " if config.checks else ""
+    words += "delay clip_scope norm_limit by bandwidth drop" if config.pairs else "pairs"
     assert unmoved <= set(words.split())
 
 
@@ -436,8 +440,8 @@ def test_config_equal_after_exchange_and_end() -> None:
     channels.
     """
     unequal = [name for name in PRESETS if not preset(name).equal_after_exchange]
-    assert unequal == ["streaming_diloco"]  # local steps are mixed in
-    assert all(preset(name).equal_at_end for name in PRESETS)
+    assert unequal == ["noloco", "saps", "streaming_diloco"]  # local steps are mixed in
+    assert [name for name in PRESETS if not preset(name).equal_at_end] == list(PAIRED)
     assert not preset("decoupled_momentum", rule="released").equal_at_end
     assert not preset("diloco", period=4, **{"schedule.delay": 4}).equal_after_exchange
     assert preset("diloco", period=4, **{"schedule.delay": 3}).equal_after_exchange
@@ -458,7 +462,7 @@ def test_config_describe_one_line(name: str) -> None:
         assert c.reducer.mean_over in text
         assert c.codec.value_dtype in text
         assert (f"top-{c.codec.topk}" in text) == c.codec.indexed
-        assert (f"{name} {c.codec.topk}" in text) == c.codec.seeded
+        assert (f"{c.codec.select} {c.codec.topk}" in text) == c.codec.seeded
 
 
 # ---- the inner optimizer -----------------------------------------------------------------------
@@ -519,8 +523,9 @@ def test_preset_published_rates() -> None:
     `sign_loco` and `sign_muloco` have none.
     """
     assert {n: preset(n).lr for n in PRESETS if preset(n).lr != 4e-4} == dict(
-        full=None, local_sgd=None, sel_sync=None, muloco=0.0224, sign_loco=8e-3, sign_muloco=4.5e-2
-    )
+        full=None, local_sgd=None, sel_sync=None, noloco=None, saps=None, muloco=0.0224,
+        sign_loco=8e-3, sign_muloco=4.5e-2,
+    )  # fmt: skip
     assert preset("demo", inner_optimizer="adamw").lr == 1e-3
     outer = preset("diloco").channels[0].applier
     assert (outer.lr, outer.momentum, outer.nesterov) == (0.7, 0.9, True)

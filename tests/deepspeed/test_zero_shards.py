@@ -362,7 +362,7 @@ REST = [
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3-parts"])
 @pytest.mark.parametrize("preset", REST)
-@in_ranks()
+@in_ranks(env={"ISLAND_MIN": "2"})
 def test_zero_shards_preset_bytes_planned(me, preset, stage):
     """Every preset counts the bytes it planned and ends with one model. Those that
     `test_zero_oracle.py` does not follow step by step.

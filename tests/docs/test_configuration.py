@@ -31,6 +31,7 @@ def test_configuration_page_has_every_field() -> None:
         parts.Applier,
         parts.Fragments,
         parts.Drop,
+        parts.Pairs,
     ):
         for f in dataclasses.fields(part):
             assert f"| `{part.__name__.lower()}.{f.name}` |" in PAGE

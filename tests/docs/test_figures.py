@@ -40,7 +40,8 @@ PLACE = {
         "README.md": "methods",
         "docs/methods.md": "all-methods",
         "docs/configuration.md": "keys keys-channels keys-schedule keys-accumulator keys-codec"
-        " keys-reducer keys-applier keys-fragments keys-later keys-drop preset-keywords",
+        " keys-reducer keys-applier keys-fragments keys-later keys-drop keys-pairs"
+        " preset-keywords",
         "docs/results.md": "quickstart peers-seconds slow-methods storms",
         "docs/study.md": "study-short",
     }.items()

@@ -16,7 +16,8 @@ from ..support.trainer_runs import resume_is_bit_for_bit
 from ..support.trainer_script import history, one_line
 
 PERIODS = dict.fromkeys(
-    "local_sgd local_adam desloc diloco decoupled_momentum sparse_loco sign_loco muloco".split(),
+    "local_sgd local_adam desloc diloco decoupled_momentum sparse_loco sign_loco muloco "
+    "noloco".split(),
     {"period": 3},
 )
 CASES = {name: (name, PERIODS.get(name, {}), False) for name in fsdp_demo.presets()}
@@ -41,7 +42,8 @@ def test_trainer_resume_bit_for_bit(run_ranks, name):
     def run(me):
         resume_is_bit_for_bit(me, preset, changes, fsdp=fsdp)
 
-    run_ranks(run, islands=2, procs=1 + fsdp, timeout=120)
+    stay = {"ISLAND_MIN": "2"} if fsdp_demo.preset(preset).pairs else {}
+    run_ranks(run, islands=2, procs=1 + fsdp, timeout=120, env=stay)
 
 
 @pytest.mark.parametrize("procs, fsdp", [(1, False), (2, True)], ids=["single", "fsdp2"])

@@ -689,3 +689,48 @@ def test_join_one_at_a_time() -> None:
     assert bench.tell((A, 0), protocol_events.JoinPlanned(C)) == []
     bench.ranks[A, 0] = replace(bench.ranks[A, 0], landed=record.base[2] + 1)
     assert bench.tell((A, 0), protocol_events.JoinPlanned(C)) != []
+
+
+def test_machine_messages_of_pairs() -> None:
+    """Messages of two members each: a pair delivers and frees its own without the others, however
+    far these are behind, in order; one of all comes behind them; a loss ends all.
+    """
+    bench = Bench("ABCD", min_continue=4)
+    pairs = {0: ((A, B), (C, D)), 1: ((A, B), (C, D)), 2: ((A, C), (B, D))}
+
+    def launch(n: int, *members: Member) -> None:
+        among = next(pair for pair in pairs[n] if members[0] in pair)
+        for at in [at for at in bench.ranks if at[0] in members]:
+            bench.tell(at, protocol_events.Launched(n, "mixed", among=among))
+        bench.let()
+        bench.vote()
+
+    for n in (0, 1):
+        launch(n, A, B)
+    assert [bench.delivered(m, 1) for m in (A, B)] == [["AB"] * 2] * 2
+    bench.beats()
+    assert all(not bench.ranks[m, 0].open and bench.ranks[m, 0].freed == 2 for m in (A, B))
+    launch(2, A)  # C has not launched its message 0
+    assert bench.ranks[C, 0].landed == 0 and bench.delivered(A, 2) == [None, None]
+    for n in (0, 1):
+        launch(n, C, D)
+    for m in (C, B, D):
+        launch(2, m)
+    assert [bench.delivered(m, 2) for m in (A, B, C, D)] == [["AC"] * 2, ["BD"] * 2] * 2
+    bench.launch(3, "mixed")
+    bench.let()
+    bench.vote()
+    bench.beats()
+    assert bench.delivered(D, 3) == ["ABCD"] * 2
+    assert all(not rank.open and rank.freed == 4 for rank in bench.ranks.values())
+    lost = bench.tell((A, 0), protocol_events.ConnectionLost(D))
+    assert [type(action) for action in lost] == [protocol_events.TooFew]
+
+
+def test_machine_alone_in_a_pair() -> None:
+    """A message among this member alone is delivered and freed at once, and sends nothing."""
+    bench = Bench("ABC", peer_groups=1, min_continue=3)
+    did = bench.tell((A, 0), protocol_events.Launched(0, "mixed", among=(A,)))
+    sends = [action.to for action in did if isinstance(action, protocol_events.Send)]
+    assert set(sends) == {()} and bench.delivered(A) == ["A"]
+    assert bench.ranks[A, 0].freed == 1 and not bench.ranks[A, 0].open

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from fsdp_demo.channels import apply  # noqa: E402
+from fsdp_demo.channels import appliers  # noqa: E402
 from fsdp_demo.config.parts import BLOCK  # noqa: E402
 from study import owners as study_owners  # noqa: E402
 
@@ -15,7 +15,7 @@ from .test_study import SHORT, Cell, Run, as_threads
 @pytest.fixture(autouse=True)
 def own_appliers(monkeypatch):
     """What the trial registers ends with its test."""
-    monkeypatch.setattr(apply, "APPLIERS", dict(apply.APPLIERS))
+    monkeypatch.setattr(appliers, "APPLIERS", dict(appliers.APPLIERS))
 
 
 @pytest.mark.parametrize("kept", [None, 0.6])

@@ -11,6 +11,7 @@ from ..schema import ExchangeConfig
 from .averages import desloc, full, local_adam, local_sgd, sel_sync
 from .demo import demo, random, stride
 from .diloco import diloco, muloco, sign_muloco, streaming_diloco
+from .pairs import noloco, saps
 from .sparse import decoupled_momentum, sign_loco, sparse_loco
 
 RECOMMENDED = (
@@ -43,6 +44,8 @@ _PRESETS: tuple[Callable[..., ExchangeConfig], ...] = (
     sign_loco,
     muloco,
     sign_muloco,
+    noloco,
+    saps,
 )
 
 

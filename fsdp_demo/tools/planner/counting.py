@@ -92,7 +92,7 @@ def cycle(
             due.setdefault(step, []).append(asked)
         for members in plans[0][0].due(first + step):
             if members not in made:
-                made[members] = _message(plans, members, tensors, islands, bytes_per_parameter)
+                made[members] = _message(plans, members, tensors, bytes_per_parameter)
             due.setdefault(step, []).append(made[members])
     return Cycle(steps, due)
 
@@ -113,7 +113,6 @@ def _message(
     plans: Sequence[tuple[Plan, int]],
     members: tuple[int, ...],
     tensors: Tensors,
-    islands: int,
     bytes_per_parameter: float | None,
 ) -> PlannedMessage:
     mine = [plans[0][0].sections[i] for i in members]
@@ -127,7 +126,8 @@ def _message(
             legs = _add(legs, [(bodies[0] + parts[0], bodies[1] + parts[1]), means], times)
     else:
         size = sum(prod(shape) for _, shape in names) * bytes_per_parameter
-        legs = [(size * (islands - 1) / islands,) * 2] * 2
+        count = plans[0][0].size
+        legs = [(size * (count - 1) / count,) * 2] * 2
     sparse = [s.layout.numel for s in mine if s.codec.sparse]
     transformed = [s.layout.numel for s in mine if s.codec.transform != "none"]
     return PlannedMessage(

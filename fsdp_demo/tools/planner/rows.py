@@ -229,14 +229,14 @@ def _played(s: Situation, config: ExchangeConfig | None) -> Played:
     tick, each = s.tick_seconds(config), s.each(config)
     if config is None:
         return play(1, {0: [_slowest([_ring(one) for one in each])]}, tick)
-    found = _counted(s, config)
+    found, n = _counted(s, config), 1 if config.pairs else s.islands - 1
     steps = sorted(found.due)
     gaps = {
         b: (b - a) % found.steps or found.steps
         for a, b in zip(steps[-1:] + steps[:-1], steps, strict=True)
     }
     due = {
-        step: [_slowest([_timed(one, m, gaps[step] * tick) for one in each]) for m in messages]
+        step: [_slowest([_timed(one, m, gaps[step] * tick, n) for one in each]) for m in messages]
         for step, messages in found.due.items()
     }
     return play(found.steps, due, tick)
@@ -249,9 +249,9 @@ def _slowest(times: Sequence[Timed]) -> Timed:
     return replace(slowest, before=before, after=after)
 
 
-def _timed(s: Situation, message: PlannedMessage, pause: float) -> Timed:
-    peers = s.shards * (s.islands - 1)
-    seconds = message_seconds(message.legs, s.line, s.system, peers, pause, s.islands - 1)
+def _timed(s: Situation, message: PlannedMessage, pause: float, others: int) -> Timed:
+    peers = s.shards * others
+    seconds = message_seconds(message.legs, s.line, s.system, peers, pause, others)
     before = after = 0.0
     if s.system.compression:
         p = s.processor
