@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         Codec,
         Drop,
         Fragments,
-        Pairs,
         Reducer,
         SyncSchedule,
     )
@@ -53,7 +52,6 @@ __all__ = [
     "MuonAdamW",
     "NeedsDecision",
     "NotFinite",
-    "Pairs",
     "PeerLost",
     "Phase",
     "QHAdamW",
@@ -83,8 +81,7 @@ _HOMES = {
     "config.channel": ("Channel", "Phase"),
     "config.load": ("load_config", "preset"),
     "config.parts": (
-        *("Accumulator", "Applier", "Codec", "Drop", "Fragments", "Pairs", "Reducer"),
-        "SyncSchedule",
+        *("Accumulator", "Applier", "Codec", "Drop", "Fragments", "Reducer", "SyncSchedule"),
     ),
     "config.methods": ("presets",),
     "config.schema": ("ExchangeConfig",),

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import fsdp_demo
-from fsdp_demo import Pairs, Topology, preset
+from fsdp_demo import Topology, preset
 from fsdp_demo.config.pairs import BLOCK, PairSchedule, paired
+from fsdp_demo.config.parts import Pairs
 from fsdp_demo.exchange.backup import refuse_pairs
 from fsdp_demo.exchange.plan import plan_model
 from fsdp_demo.tools.planner.counting import cycle
