@@ -22,7 +22,10 @@ def pair_step(c: LocalChannel, mean: DecodedMean | None, arrival: apply.Arrival)
     """NoLoCo's outer step (arXiv 2506.10911): m = momentum m + anchor - mean of the parameters;
     anchor -= lr m. The parameters become the anchor, which each island has for itself.
     """
-    tensors, moved = c.tensors("parameter"), torch.zeros(2, device=c.host.device)
+    tensors, moved = (
+        c.tensors("parameter"),
+        torch.zeros(2, dtype=torch.float32, device=c.host.device),
+    )
 
     def change(window: Window, x: Tensor) -> Tensor:
         anchor, written = c.fetch(c.anchor, window), c.fetch(c.written, window)
@@ -38,7 +41,10 @@ def pair_step(c: LocalChannel, mean: DecodedMean | None, arrival: apply.Arrival)
 
 def replace_sent(c: LocalChannel, mean: DecodedMean | None, arrival: apply.Arrival) -> Moved:
     """Set the parameters that were sent to their mean; the others stay (arXiv 2002.09692)."""
-    tensors, moved = c.tensors("parameter"), torch.zeros(2, device=c.host.device)
+    tensors, moved = (
+        c.tensors("parameter"),
+        torch.zeros(2, dtype=torch.float32, device=c.host.device),
+    )
     sent = mean.marks() if isinstance(mean, SeededMean) else None
 
     def change(window: Window, x: Tensor) -> Tensor:

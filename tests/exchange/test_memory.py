@@ -324,12 +324,12 @@ def test_memory_plan_llama_bytes_per_parameter() -> None:
         return {n: round(p.per_parameter(place), 2) for n, p in plans.items()}
 
     none = dict.fromkeys(("full", "local_sgd", "sel_sync", "local_adam", "desloc"), 0.0)
-    both = {**none, "diloco": 8.0, "streaming_diloco": 8.0, "sign_loco": 8.0}
+    both = {**none, "diloco": 8.0, "streaming_diloco": 8.0, "sign_loco": 8.0, "noloco": 8.0}
     assert planned("device_state") == {
         **both, "demo": 4.0, "random": 4.25, "stride": 4.0, "decoupled_momentum": 8.0,
-        "sparse_loco": 8.0, "muloco": 12.0, "sign_muloco": 12.0,
+        "sparse_loco": 8.0, "muloco": 12.0, "sign_muloco": 12.0, "saps": 0.08,
     }  # fmt: skip
     assert planned("host_state", offload_outer_state=True) == {
         **both, "demo": 0.0, "random": 0.0, "stride": 0.0, "decoupled_momentum": 4.0,
-        "sparse_loco": 4.0, "muloco": 8.0, "sign_muloco": 8.0,
+        "sparse_loco": 4.0, "muloco": 8.0, "sign_muloco": 8.0, "saps": 0.0,
     }  # fmt: skip

@@ -279,7 +279,7 @@ def test_take_over_log_names_losses():
     """The log says what is not exact after a take-over."""
     args = SimpleNamespace(ignore_data_skip=False, load_best_model_at_end=True)
     trainer = SimpleNamespace(args=args, state=SimpleNamespace(best_metric=1.0))
-    exchange = SimpleNamespace(config=fsdp_demo.preset("diloco"), step=4)
+    exchange = SimpleNamespace(config=fsdp_demo.preset("diloco"), step=4, steps_taken=4)
     text = sentence(trainer, exchange, TakeOver(4, "a"), moments=False)
     assert text.startswith("nothing of step 4 here: took over from a, rows are skipped")
     assert "best model so far is on the other" in text
