@@ -137,7 +137,7 @@ def gather(
             notice = now + AGAIN
             what = "waiting for %s %s of run %r at %s, for %.0f s more (ISLAND_TIMEOUT)"
             noun = "island" if len(missing) == 1 else "islands"
-            log.warning(what, noun, names, place.run, _where(place), deadline - now)
+            log.warning(what, noun, names, place.run, _where(place), max(deadline - now, 0.0))
         return missing
 
     wait = _wait(place, islands, more)
