@@ -203,7 +203,13 @@ class PeerGroup:
         return self._run(header, data, longest=longest, setup=True)[1]
 
     def exchange(
-        self, header: Header, body: Tensor, vectors: Vectors, weigh: Weigh, **how: Any
+        self,
+        header: Header,
+        body: Tensor,
+        vectors: Vectors,
+        weigh: Weigh,
+        compare: bool = False,
+        among: Sequence[int] = (),
     ) -> ReceivedMessage:
         """What all replicas send in one message: a body (uint8, equal length everywhere), and
         vectors of which each gets the mean.
@@ -212,10 +218,13 @@ class PeerGroup:
             vectors: (fp32 [n] on the CPU, code); weigh: from the headers the weights of each, or
                 an error, which is raised here. With weights w = weights[i] vector i becomes
                 sum_r w_r v_r / sum_r w_r, zeros if all its weights are zero.
-            how: compare: note `alike` and `something`. among: the slots of the replicas that take
-                part, this one included, where they are not all; all must stay then.
+            compare: note `alike` and `something`.
+            among: the slots of the replicas that take part, this one included, where they are not
+                all; all must stay then.
         """
-        headers, bodies, means = self._run(header, body, vectors, weigh, **how)
+        headers, bodies, means = self._run(
+            header, body, vectors, weigh, compare=compare, among=among
+        )
         return ReceivedMessage(headers, bodies, means, slots=self.slots)
 
     def mean(self, header: Header, vectors: Vectors) -> list[Tensor]:

@@ -164,7 +164,7 @@ class Follower(PeerGroup):
         """Only what is asked within steps is followed, by the methods below."""
 
     def exchange(
-        self, header: Any, body: Any, vectors: Any, weigh: Callable[..., Any], compare: bool = False
+        self, header: Any, body: Any, vectors: Any, weigh: Callable[..., Any], **how: Any
     ) -> ReceivedMessage:
         assert self.following is not None and header.kind == PAYLOAD
         self.said.append((header.step, header.weight))
