@@ -179,6 +179,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write readings there, too")
     args = parser.parse_args()
+    if args.steps <= dropping.RECORDED:
+        parser.error(f"--steps {args.steps}: the first {dropping.RECORDED} are not counted, so more")
     torch.set_num_threads(1)
     data, found, body = text(), [], []
     for slow, seed in itertools.product((False, True), range(args.seeds)):
