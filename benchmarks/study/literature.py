@@ -9,7 +9,7 @@ from typing import Any
 
 from study.cells import Cell
 from study.length import LARGE, at, switched
-from study.methods import H, diloco, sign_loco, sparse_loco
+from study.methods import ADAMW, H, demo, diloco, sign_loco, sparse_loco
 
 SLOW = ((0.95, 0.9), (0.99, 0.7))
 """b1 and nu of QHAdamW that are tried (`fsdp_demo/hosts/qhadamw.py`)."""
@@ -81,6 +81,40 @@ def over_tensors(cell: Cell, topk: int, every: int) -> Cell:
     )
 
 
+def asked() -> list[Cell]:
+    """Feedback or not; the largest of a block or of a tensor; momentum before or after what is
+    sent (arXiv 2009.09271). In `demo` with AdamW the accumulator is a momentum before, where it
+    decays, and AdamW's b1 one after.
+    """
+
+    def gradient(end: str, beta: float, b1: float) -> Cell:
+        cell = demo(f" adamw {end}", 1.4e-3, **{**ADAMW, "beta": beta})
+        return dataclasses.replace(cell, inner={"betas": [b1, 0.95]})
+
+    return [
+        sparse_loco(),
+        sparse_loco(" no feedback", beta=0.0),
+        sparse_loco(" forgets nothing", beta=1.0),
+        over_tensors(sparse_loco(), 29, 1),
+        sparse_loco(" momentum", **{"applier.momentum": 0.5, "applier.lr": 0.5}),
+        gradient("momentum before and after", 0.95, 0.9),
+        gradient("momentum before", 0.95, 0.0),
+        gradient("momentum after", 1.0, 0.9),
+        gradient("momentum after, no feedback", 0.0, 0.9),
+    ]
+
+
+def when_changed() -> list[Cell]:
+    """Parameters averaged every 20 steps, and where the gradient of an island has changed."""
+
+    def cell(delta: float) -> Cell:
+        rule = {"check_every": 4, "delta": delta, "at_most": 80}
+        return Cell(f"sel_sync delta {delta:g}", "sel_sync", rule, 1.4e-3)
+
+    averaged = Cell(f"local_sgd H={H}", "local_sgd", {"period": H}, 1.4e-3)
+    return [averaged, cell(0.3), cell(0.1), cell(0.03)]
+
+
 LITERATURE: dict[str, list[Cell]] = {
     "diloco": tried(diloco()),
     "desloc": tried(Cell(f"desloc H={H}", "desloc", {"period": H}, 1.4e-3)),
@@ -93,5 +127,7 @@ LITERATURE: dict[str, list[Cell]] = {
         sign_loco(),
         over_tensors(sign_loco(), 85, 1),
     ],
+    "three questions": asked(),
+    "a change of the gradient": when_changed(),
     "3.3 M, 640 steps": large(),
 }

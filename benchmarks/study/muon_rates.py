@@ -1,4 +1,5 @@
-"""The cells of the table `muon`: rates of what is no matrix beside Muon, longer rounds in 1 bit.
+"""The cells of the table `muon`: rates of what is no matrix beside Muon, longer rounds in 1 bit,
+values at places that all know.
 
 The reference of each group is the all-reduce of AdamW as tuned in `length.py`.
 """
@@ -6,10 +7,11 @@ The reference of each group is the all-reduce of AdamW as tuned in `length.py`.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from study.cells import Cell, Setting
-from study.length import LARGE, LONG, at
-from study.methods import MUON, STEPS, full, muloco
+from study.length import LARGE, LONG, at, phase
+from study.methods import FEEDBACK, MUON, STEPS, full, muloco, sign_loco
 
 AT = 4e-3
 """The rate of AdamW alone that is best for the same tensors."""
@@ -37,6 +39,35 @@ def one_bit(
     return cell if adamw_lr is None else beside(cell, adamw_lr)
 
 
+def places(period: int, adamw_lr: float, lr: float = 3.2e-2, **changes: Any) -> Cell:
+    """`muloco` in 1 bit of 683 of 4096 values, at positions that a seed chooses; what was not sent
+    stays, whole, and the outer step is SGD's. One value in six lands in a round.
+    """
+    rule: dict[str, Any] = {
+        "codec.select": "random",
+        "codec.topk": 683,
+        "value_dtype": "1bit",
+        "beta": 1.0,
+    }
+    rule |= {"applier.lr": 1.5, "momentum": 0.0, **changes}
+    told = "".join(f" {k} {v:g}" for k, v in changes.items())
+    return beside(muloco(f" seeded k=683{told} lr {lr:g}", lr, period=period, **rule), adamw_lr)
+
+
+def signs(adamw_lr: float, lr: float = 4.5e-2) -> Cell:
+    """`sign_loco` with Muon inside: the signs of the largest 90 of 4096 values."""
+    return beside(sign_loco(f" muon lr {lr:g}", lr, **FEEDBACK, **MUON), adamw_lr)
+
+
+def second(period: int, adamw_lr: float, steps: int = STEPS, lr: float = 3.2e-2) -> Cell:
+    """`one_bit` that forgets nothing and has no outer momentum after a quarter of the run."""
+    cell = one_bit(period, adamw_lr, lr)
+    late = {"delta.later": [phase(steps // 4, value_dtype="1bit")]}
+    return dataclasses.replace(
+        cell, name=f"{cell.name} switch 0.25", changes={**cell.changes, **late}
+    )
+
+
 def length(cells: list[Cell], steps: int, warmup: int, model: str = "") -> list[Cell]:
     """Cells with the schedule of a run of so many steps."""
     setting = Setting(steps=steps, warmup=warmup)
@@ -58,6 +89,26 @@ BELOW: dict[str, list[Cell]] = {
                 reduced(AT, 3.2e-2),
                 one_bit(20, AT, 4.5e-2),
                 one_bit(20, AT, 2.24e-2),
+                *(one_bit(20, rate) for rate in (1.6e-2, 3.2e-2)),
+                *(reduced(rate) for rate in (1.6e-2, 4.5e-2, 9e-2)),
+                *(one_bit(5, rate, 4.5e-2, 0.6) for rate in (8e-3, 1.6e-2, 4.5e-2, 9e-2)),
+                one_bit(24, 8e-3),
+                *(one_bit(48, rate) for rate in (8e-3, 3.2e-2)),
+                second(20, 8e-3),
+            ],
+            STEPS,
+            24,
+        ),
+    ],
+    "known places, 480 steps": [
+        at(full("", 2.8e-3), STEPS, 48),
+        *length(
+            [
+                one_bit(20, 8e-3),
+                places(5, 8e-3),
+                places(5, 8e-3, **{"applier.lr": 0.8, "momentum": 0.5}),
+                places(20, 8e-3),
+                *(signs(rate) for rate in (8e-3, 4.5e-2)),
             ],
             STEPS,
             24,
@@ -66,13 +117,23 @@ BELOW: dict[str, list[Cell]] = {
     "1,920 steps": [
         at(full("", AT), LONG, 96),
         *length(
-            [one_bit(24, AT), reduced(AT, 3.2e-2), one_bit(24), reduced(None, 3.2e-2)], LONG, 96
+            [
+                *(one_bit(24, rate) for rate in (None, AT, 8e-3, 1.6e-2, 3.2e-2)),
+                *(one_bit(48, rate) for rate in (8e-3, 3.2e-2)),
+                *(reduced(rate, 3.2e-2) for rate in (None, 8e-3, 3.2e-2)),
+                *(one_bit(5, rate, 3.2e-2, 0.6) for rate in (None, 3.2e-2)),
+            ],
+            LONG,
+            96,
         ),
     ],
     "3.3 M, 640 steps": [
         at(full("", 2.8e-3), LARGE // 4, 32, model="small"),
         *length(
-            [one_bit(24, 2.8e-3, 2.26e-2), one_bit(24, None, 2.26e-2), reduced(2.8e-3, 2.26e-2)],
+            [
+                *(one_bit(24, rate, 2.26e-2) for rate in (None, 5.7e-3, 2.26e-2)),
+                reduced(2.26e-2, 2.26e-2),
+            ],
             LARGE // 4,
             32,
             "small",
