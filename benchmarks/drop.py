@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write readings there, too")
     args = parser.parse_args()
     if args.steps <= dropping.RECORDED:
-        parser.error(f"--steps {args.steps}: the first {dropping.RECORDED} are not counted, so more")
+        parser.error(f"--steps {args.steps}: more than {dropping.RECORDED}, which are not counted")
     torch.set_num_threads(1)
     data, found, body = text(), [], []
     for slow, seed in itertools.product((False, True), range(args.seeds)):
