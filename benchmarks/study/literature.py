@@ -100,7 +100,7 @@ def asked() -> list[Cell]:
         gradient("momentum before and after", 0.95, 0.9),
         gradient("momentum before", 0.95, 0.0),
         gradient("momentum after", 1.0, 0.9),
-        gradient("momentum after, no feedback", 0.0, 0.9),
+        gradient("momentum after without feedback", 0.0, 0.9),
     ]
 
 
