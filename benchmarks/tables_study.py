@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
+from collections.abc import Iterator
 from typing import Any
 
 from figure_cells import Rows, cell
@@ -12,6 +14,7 @@ from report import size
 from benchmarks.kept import ROOT, find, load
 from fsdp_demo import preset
 from fsdp_demo.config.methods import UNPUBLISHED
+from fsdp_demo.errors import counted
 from fsdp_demo.runlog.words import times
 from study.cells import parameters
 from study.methods import METHODS
@@ -257,6 +260,9 @@ def _with_phases(name: str) -> dict[str, Any]:
     }
 
 
+BESIDE = "sign_muloco"
+"""Of this the planner has the table `muon`: in others AdamW has less than Muon's rate."""
+
 GAPS = ROOT / "fsdp_demo" / "tools" / "planner" / "gaps.json"
 
 
@@ -269,7 +275,7 @@ def planner_gaps() -> dict[str, Any]:
     table["study"]["difference"] = {
         name: round(row["difference"], 6)
         for name, row in rows.items()
-        if row is not full and "muon" not in name and row["difference"] is not None
+        if row is not full and not name.endswith(("muon", BESIDE)) and row["difference"] is not None
     }
     table["study"]["period"] = {
         name: max(c.schedule.sync_every for c in method.published.config().channels)
@@ -278,7 +284,27 @@ def planner_gaps() -> dict[str, Any]:
     }
     table["study"]["larger"] = [_at_size(size) for size in ("0.92 M", "3.3 M")]
     table["study"]["phases"] = [_with_phases(name) for name in ("long", "large")]
+    table["study"]["muon"] = [*_in_one_bit("1,920 steps"), *_in_one_bit("3.3 M, 640 steps")]
     return table
+
+
+def _in_one_bit(group: str) -> Iterator[dict[str, Any]]:
+    """What the planner takes from a group of study-muon.json: rows of each period."""
+    full, *others = (r for r in load("study-muon.json")["rows"] if r["group"] == group)
+    for row in others:
+        form = re.match(r"muloco H=(\d+) 1 bit .* lr (\S+) adamw (\S+)", row["name"])
+        if form is None or form[2] != form[3]:
+            continue
+        beside = [full["losses"][seed] for seed in row["losses"]]
+        yield {
+            "source": f"our study (benchmarks/figures/study-muon.json): {group}, "
+            f"{counted(row['seeds'], 'seed')}",
+            "date": load("about.json")["study-muon.json"]["date"],
+            "parameters": parameters("small" if group.startswith("3.3 M") else "study-small"),
+            "loss": round(statistics.fmean(beside), 6),
+            "difference": {BESIDE: round(row["difference"], 6)},
+            "period": {BESIDE: int(form[1])},
+        }
 
 
 def _at_size(size: str) -> dict[str, Any]:
@@ -295,7 +321,7 @@ def _at_size(size: str) -> dict[str, Any]:
     for row in sorted(rows, key=lambda r: (-r["seeds"], r["difference"] or 0.0)):
         name = row["name"].split()[0]
         # `muloco` has 2 bits, `demo` its transform
-        other = name == "full" or "1 bit" in row["name"] or "DCT on nothing" in row["name"]
+        other = any(part in row["name"] for part in ("full", BESIDE, "1 bit", "DCT on nothing"))
         if not other and row["difference"] is not None:  # one that failed has none
             best.setdefault(name, row)
     full = next(r for r in rows if r["name"] == f"full {size}")

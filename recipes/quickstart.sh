@@ -102,7 +102,8 @@ fit() {
     case $1 in
         local_sgd | local_adam | desloc | diloco | streaming_diloco | muloco)
             given schedule.sync_every || given sync_every || given period || echo "period=$period" ;;
-        decoupled_momentum | sparse_loco | sign_muloco) # sparser and oftener wins: benchmarks/results/study.md
+        decoupled_momentum | sparse_loco | sign_muloco) # sparser and oftener wins: benchmarks/results/study.md, and study-muon.md
+            [ "$1" != sign_muloco ] || given beta || given accumulator.beta || echo "beta=0.6" # a short memory with it
             given schedule.sync_every || given sync_every || given period || echo "period=$((period < 5 ? period : 5))" ;;
         sign_loco) # its momentum rises over half of the rounds; its second phase gains in runs of some thousand steps: benchmarks/results/study-robust.md
             period=$((period < 5 ? period : 5))

@@ -18,7 +18,7 @@ from fsdp_demo import ExchangeConfig, preset
 from study.gain import capped
 from study.owners import owned
 from study.texts import digest
-from study.transforms import TRIALS, register
+from study.transforms import OVER_ALL, TRIALS, register
 
 HERE = Path(__file__).resolve().parent
 RECIPES = HERE.parents[1] / "recipes"
@@ -89,7 +89,7 @@ class Cell:
         Raises:
             ValueError: the library has no such preset or setting.
         """
-        if any(value in TRIALS for value in self.changes.values() if isinstance(value, str)):
+        if {*TRIALS, OVER_ALL} & {v for v in self.changes.values() if isinstance(v, str)}:
             register()
         made = preset(self.preset, **{"clip": 1.0, **self.changes})
         made = dataclasses.replace(made, lr=None)

@@ -10,6 +10,7 @@ from typing import Any
 from study.cells import Cell
 from study.length import LARGE, at, switched
 from study.methods import ADAMW, H, demo, diloco, sign_loco, sparse_loco
+from study.transforms import OVER_ALL
 
 SLOW = ((0.95, 0.9), (0.99, 0.7))
 """b1 and nu of QHAdamW that are tried (`fsdp_demo/hosts/qhadamw.py`)."""
@@ -73,17 +74,38 @@ LOW_RANK: dict[str, list[Cell]] = {
 }
 
 
-def over_tensors(cell: Cell, topk: int, every: int) -> Cell:
+def pairs() -> list[Cell]:
+    """Rounds of all islands and rounds in pairs, at the bytes of a dense round every 20 steps, and
+    at those of 1 % of the parameters in every step. The first of each part is of all islands.
+    """
+
+    def saps(topk: int, lr: float) -> Cell:
+        return Cell(f"saps k={topk} lr {lr:g}", "saps", {"topk": topk}, lr)
+
+    def noloco(end: str = "", lr: float = 2e-3, period: int = 13, **changes: Any) -> Cell:
+        rule = {"period": period, **changes}
+        return Cell(f"noloco H={period}{end} lr {lr:g}", "noloco", rule, lr)
+
+    return [
+        diloco(),
+        *(Cell(f"local_sgd H={h}", "local_sgd", {"period": h}, 1.4e-3) for h in (H, 132)),
+        *(noloco(lr=lr) for lr in (1e-3, 1.4e-3, 2e-3, 2.8e-3)),
+        noloco(" outer 1", **{"applier.lr": 1.0, "momentum": 0.0}),
+        noloco(period=H),
+        *(saps(topk, lr) for topk in (307, 41) for lr in (1.4e-3, 2.8e-3)),
+    ]
+
+
+def over_tensors(cell: Cell, topk: int, every: int, select: str = "threshold") -> Cell:
     """A sparse method with thresholds; `topk` makes the bytes no more than the cell's."""
-    changes = {"topk": topk, "codec.select": "threshold", "codec.threshold_every": every}
-    return dataclasses.replace(
-        cell, name=f"{cell.name} threshold {every}", changes={**cell.changes, **changes}
-    )
+    changes = {"topk": topk, "codec.select": select, "codec.threshold_every": every}
+    name = f"{cell.name} {select.replace('_', ' ')} {every}"
+    return dataclasses.replace(cell, name=name, changes={**cell.changes, **changes})
 
 
 def asked() -> list[Cell]:
-    """Feedback or not; the largest of a block or of a tensor; momentum before or after what is
-    sent (arXiv 2009.09271). In `demo` with AdamW the accumulator is a momentum before, where it
+    """Feedback or not; the largest of a block, a tensor or the model; momentum before or after what
+    is sent (arXiv 2009.09271). In `demo` with AdamW the accumulator is a momentum before, where it
     decays, and AdamW's b1 one after.
     """
 
@@ -96,6 +118,7 @@ def asked() -> list[Cell]:
         sparse_loco(" no feedback", beta=0.0),
         sparse_loco(" forgets nothing", beta=1.0),
         over_tensors(sparse_loco(), 29, 1),
+        over_tensors(sparse_loco(), 29, 1, OVER_ALL),
         sparse_loco(" momentum", **{"applier.momentum": 0.5, "applier.lr": 0.5}),
         gradient("momentum before and after", 0.95, 0.9),
         gradient("momentum before", 0.95, 0.0),
@@ -129,5 +152,6 @@ LITERATURE: dict[str, list[Cell]] = {
     ],
     "three questions": asked(),
     "a change of the gradient": when_changed(),
+    "pairs": pairs(),
     "3.3 M, 640 steps": large(),
 }

@@ -68,6 +68,28 @@ def second(period: int, adamw_lr: float, steps: int = STEPS, lr: float = 3.2e-2)
     )
 
 
+def of(cells: list[Cell], replicas: int) -> list[Cell]:
+    """Cells of so many replicas."""
+    return [dataclasses.replace(c, name=f"{c.name} R={replicas}", replicas=replicas) for c in cells]
+
+
+def then_places(period: int, rate: float, steps: int = STEPS) -> Cell:
+    """`one_bit`, and known places after a quarter of the run."""
+    every: dict[str, Any] = {"select": "random", "topk": 4096, "value_dtype": "1bit"}
+    cell = one_bit(period, rate, rate, 0.6)
+    first = {f"codec.{name}": value for name, value in every.items() if name != "value_dtype"}
+    late = phase(steps // 4, **{**every, "topk": 683})
+    changes = {**cell.changes, **first, "delta.later": [late]}
+    return dataclasses.replace(cell, name=f"{cell.name} then seeded k=683", changes=changes)
+
+
+def in_turn(period: int, rate: float) -> Cell:
+    """`one_bit` by fragments of a layer each, one after the other within a round."""
+    cell = one_bit(period, rate, rate)
+    changes = {**cell.changes, "delta.fragments": {"layers": 1}}
+    return dataclasses.replace(cell, name=f"{cell.name} layers in turn", changes=changes)
+
+
 def length(cells: list[Cell], steps: int, warmup: int, model: str = "") -> list[Cell]:
     """Cells with the schedule of a run of so many steps."""
     setting = Setting(steps=steps, warmup=warmup)
@@ -95,6 +117,7 @@ BELOW: dict[str, list[Cell]] = {
                 one_bit(24, 8e-3),
                 *(one_bit(48, rate) for rate in (8e-3, 3.2e-2)),
                 second(20, 8e-3),
+                in_turn(20, 3.2e-2),
             ],
             STEPS,
             24,
@@ -109,6 +132,8 @@ BELOW: dict[str, list[Cell]] = {
                 places(5, 8e-3, **{"applier.lr": 0.8, "momentum": 0.5}),
                 places(20, 8e-3),
                 *(signs(rate) for rate in (8e-3, 4.5e-2)),
+                one_bit(12, 3.2e-2),
+                then_places(5, 3.2e-2),
             ],
             STEPS,
             24,
@@ -120,6 +145,7 @@ BELOW: dict[str, list[Cell]] = {
             [
                 *(one_bit(24, rate) for rate in (None, AT, 8e-3, 1.6e-2, 3.2e-2)),
                 *(one_bit(48, rate) for rate in (8e-3, 3.2e-2)),
+                *(one_bit(h, 3.2e-2) for h in (96, 120)),
                 *(reduced(rate, 3.2e-2) for rate in (None, 8e-3, 3.2e-2)),
                 *(one_bit(5, rate, 3.2e-2, 0.6) for rate in (None, 3.2e-2)),
             ],
@@ -127,6 +153,17 @@ BELOW: dict[str, list[Cell]] = {
             96,
         ),
     ],
+    **{
+        f"R = {r}, 480 steps": of(
+            [
+                at(full("", 2.8e-3), STEPS, 48),
+                *length([reduced(4.5e-2), one_bit(5, 4.5e-2, 4.5e-2, 0.6)], STEPS, 24),
+                *length([one_bit(20, 3.2e-2)], STEPS, 24),
+            ],
+            r,
+        )
+        for r in (2, 8, 16)
+    },
     "3.3 M, 640 steps": [
         at(full("", 2.8e-3), LARGE // 4, 32, model="small"),
         *length(

@@ -1,20 +1,24 @@
-"""Transforms that the study tries beside the DCT of whole 64 x 64 blocks.
+"""Transforms that the study tries beside the DCT of whole 64 x 64 blocks, and a selection of the
+largest values of the whole model beside the one over whole tensors.
 
 The library has none of them. They are registered here under names that a cell's codec can have.
-Selection and bytes stay those of blocks of 4096 values, so all compare at equal bytes.
+Bytes stay those of blocks of 4096 values, so all compare at equal bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fsdp_demo.compression import threshold
 from fsdp_demo.compression import transform as library
 from fsdp_demo.compression.transform import dct_matrix
+from fsdp_demo.config import names
 from fsdp_demo.config import parts as checks
 
 RIGHT, LEFT = "dct_right", "dct_left"
@@ -88,7 +92,19 @@ def _transform(name: str, *rest: Any, **options: Any) -> library.Transform:
     return (OneAxis if name in (RIGHT, LEFT) else _whole)(name, *rest, **options)
 
 
-_whole = library.Transform
+_whole, _by_tensor = library.Transform, threshold.encode
+
+OVER_ALL = "threshold_all"
+"""As `threshold`, with one tensor of all blocks of a size: of all whole blocks of the model."""
+
+
+def _over_all(layout: Any, codec: Any, work: Tensor, data: Tensor, spans: Any, *rest: Any) -> None:
+    if codec.select != OVER_ALL:
+        _by_tensor(layout, codec, work, data, spans, *rest)
+        return
+    each = [SimpleNamespace(start=g.start, lo=0, hi=g.count) for g in spans]
+    one = SimpleNamespace(pieces=each, whole=layout.whole)
+    _by_tensor(one, codec, work, data, spans)  # type: ignore[arg-type]
 
 
 def register() -> None:
@@ -97,3 +113,6 @@ def register() -> None:
         library.MATRICES.update(TRIALS)
         checks.TRANSFORMS = (*checks.TRANSFORMS, *TRIALS)
         library.Transform = _transform  # type: ignore[misc,assignment]
+        names.SELECTIONS[OVER_ALL] = names.SELECTIONS["threshold"]
+        threshold.BY_TENSOR[OVER_ALL] = threshold.threshold
+        threshold.encode = _over_all

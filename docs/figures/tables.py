@@ -33,7 +33,7 @@ CHOICE = {  # those of the README, and for whom each is
     "decoupled_momentum": "the same, on the slowest links",
     "muloco": "you may take Muon; its paper tuned up to 3.1 B parameters",
     "sign_loco": "small and frequent exchanges; it is ours, from no paper",
-    "sign_muloco": "the same with Muon; nobody has trained a large model with it",
+    "sign_muloco": "you may take Muon, on a slower link; nobody has trained a large model with it",
     "demo": "all islands must be equal at every step",
     "full": "the all-reduce, in fp32, for comparison",
 }

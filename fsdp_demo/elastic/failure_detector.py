@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ..errors import see
@@ -46,7 +46,7 @@ class FailureDetector:
     Attributes:
         began: the time at which this rank launched each undelivered message, by number. rounds:
             seconds that the last messages of steps took.
-        among: the members of the newest one; empty: all.
+        among: the members of each message that not all take part in, by number.
         next_of: the next message of each peer, by its last beat. leaving: peers that have
             announced their end.
     """
@@ -66,7 +66,7 @@ class FailureDetector:
         self.connections = {m: list(w) for m, w in connections.items()}
         self.siblings = dict(siblings)
         self.began: dict[int, float] = {}
-        self.among: tuple[Member, ...] = ()
+        self.among: dict[int, Collection[Member]] = {}
         self.rounds: deque[float] = deque(maxlen=50)
         self.next_of: dict[Member, int] = {}
         self.leaving: set[Member] = set()
@@ -178,7 +178,8 @@ class FailureDetector:
         not reached it; -1 and no peer where all is delivered.
         """
         n = min(self.began, default=-1)
-        asked = [m for m in self.among or self.notes if m in self.notes and m not in self.leaving]
+        among = self.among.get(n, self.notes)
+        asked = [m for m in among if m in self.notes and m not in self.leaving]
         late = [m for m in asked if self.next_of.get(m, n + 1) <= n]
         return n, now - self.began.get(n, now), late
 

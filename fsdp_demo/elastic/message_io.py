@@ -63,12 +63,14 @@ class Traffic:
         """Keep a message that this rank launches."""
         self._messages[message.n] = message
         self._detector.began[message.n] = time.monotonic()
-        self._detector.among = message.among
+        if message.among:
+            self._detector.among[message.n] = message.among
         message.early.update({m: early for (n, m), early in self._early.items() if n == message.n})
 
     def deliver(self, action: protocol_events.Deliver) -> None:
         """Hand over a complete message to the thread that waits for it."""
         took = time.monotonic() - self._detector.began.pop(action.n, time.monotonic())
+        self._detector.among.pop(action.n, None)
         # those between steps (the start, a question) say nothing of how unlike islands are
         if self._messages[action.n].header.kind in WITHIN:
             self._detector.rounds.append(took)

@@ -91,11 +91,11 @@ class InFlightQueue:
         self.channels, self._pace = list(channels), pace
         in_flight = max((c.channel.schedule.in_flight for c in channels), default=0)
         self.norms = Norms(config.norm_limit, in_flight)
+        n = self.history.islands
+        pairs = PairSchedule(config.pairs, n, config.seed) if config.pairs and n > 1 else None
         self.sender = MessageSender(
-            self.connections, self.device, self.watch, self.norms, self.ledger
+            self.connections, self.device, self.watch, self.norms, self.ledger, pairs
         )
-        if config.pairs and (n := self.history.islands) > 1:
-            self.sender.pairs = PairSchedule(config.pairs, n, config.seed)
 
     # ---- sending -------------------------------------------------------------------------------
 

@@ -112,10 +112,12 @@ class Readings:
 
     @property
     def steps_taken(self) -> int:
-        """Of these the steps that this island has taken itself, which is its place in its data. It
-        is `step` but where islands take unlike steps (`local_steps`): there an island that joins a
-        run, or takes over from others, goes on from what it has taken by the state that `attach`
-        is given; without one from `step` of `attach`, which is 0."""
+        """Of these the steps that this island has taken itself, which is its place in its data.
+
+        Where islands take unlike steps (`local_steps`) this number is less than `step`: an island
+        that joins a run, or takes over from others, counts on from the `state` that `attach` is
+        given, and without a state from the argument `step` of `attach`. Elsewhere it is `step`.
+        """
         return self._runtime.step - self._runtime.pace.left_out
 
     @property

@@ -336,12 +336,8 @@ class MessageSender:
         watch: checks headers and bodies of the answers.
         norms: of earlier messages, by which the contributions in answers are judged.
         ledger: counts bytes by channel.
-
-    Attributes:
         pairs: the islands of each message, where they are two; None: all.
     """
-
-    pairs: PairSchedule | None = None
 
     def __init__(
         self,
@@ -350,8 +346,9 @@ class MessageSender:
         watch: Watch,
         norms: Norms,
         ledger: Ledger,
+        pairs: PairSchedule | None,
     ):
-        self._connections, self._device = connections, device
+        self._connections, self._device, self.pairs = connections, device, pairs
         self._watch, self._norms, self._ledger = watch, norms, ledger
         self._staging = Staging(device)
 

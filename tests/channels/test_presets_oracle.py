@@ -595,7 +595,7 @@ def test_preset_muloco_measured_updates(run_ranks, islands, code):
     order = [n for g in MuonAdamW(model.named_parameters()).param_groups for n in g["param_names"]]
     # groups of values with a common level cross tensors in this order
     first = {n: model.get_parameter(n).detach() for n in order}
-    beta = None if code == "fp32" else 0.6 if short else 0.9
+    beta = None if code == "fp32" else 0.9
     given = {"shards": procs, "period": P, "lr": 0.8, "code": code, "dtype": torch.float32}
     momenta = {"momentum": 0.5 if short else 0.9, "beta": beta}
     method = oracle.MuLoCo(first, count, sgd, **given, **momenta)

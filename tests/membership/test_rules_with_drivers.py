@@ -209,6 +209,17 @@ def test_slow_waits_until_the_stall_limit() -> None:
     assert here.behind(1401.0)[1] == 1.0, "who was stopped judges nobody by the time that it slept"
 
 
+def test_slow_of_a_pair_is_looked_for_in_the_pair() -> None:
+    """With two messages under way those behind are of the pair of the oldest, not of the newest."""
+    here = signs(B, C)
+    here.began, here.among = {5: 0.0, 6: 1.0}, {5: (B,), 6: (C,)}
+    for member in (B, C):
+        beat(here, member, 2.0, 5)
+    assert here.behind(2.0) == (5, 2.0, [B])
+    here.began, here.among = {6: 1.0}, {6: (C,)}
+    assert here.behind(2.0) == (6, 1.0, [C])
+
+
 @in_a_process
 def test_slow_waits_and_no_round_is_missed() -> None:
     """An island that is behind the others by longer than ISLAND_DEAD is in every message."""

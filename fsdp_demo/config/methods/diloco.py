@@ -148,24 +148,23 @@ def muloco(
 
 
 def sign_muloco(
-    period: int = 5,
+    period: int = 24,
     lr: float = 0.8,
     momentum: float = 0.5,
-    beta: float = 0.6,
+    beta: float = 0.9,
     value_dtype: str = "1bit",
     momentum_warmup: int = 0,
 ) -> ExchangeConfig:
-    """Ours, the rule of `muloco`: pseudo-gradients of Muon in one bit, in short rounds with short
-    memory.
+    """Ours, the rule of `muloco`: pseudo-gradients of Muon in one bit.
 
     A replica sends its whole delta as signs, with one scale for each 4096 values, every `period`
     steps. What that leaves stays in its feedback, which decays by `beta`. The anchor takes a
     Nesterov step with the mean, of rate `lr` and a constant `momentum`. The inner optimizer is
     Muon, with AdamW for embeddings, heads and vectors; AdamW alone is refused, and fits badly.
 
-    Where the numbers come from: benchmarks/results/study.md, on 0.49 M parameters with an inner
-    Muon at 4.5e-2, eight seeds. It ended below the all-reduce with AdamW there, a little above the
-    one with Muon, with 40 times fewer bytes. Nobody has trained a large model with it.
+    Where the numbers come from: benchmarks/results/study-muon.md, on 0.49 M parameters with an
+    inner Muon at 3.2e-2. Runs of a few hundred steps end lower in short rounds with a short memory:
+    `period=5, beta=0.6`, and Muon at 4.5e-2. Nobody has trained a large model with it.
     """
     made = muloco(period, lr, momentum, beta, value_dtype, momentum_warmup)
-    return replace(made, preset="sign_muloco", lr=0.045)
+    return replace(made, preset="sign_muloco", lr=0.032)

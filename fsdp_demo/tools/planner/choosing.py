@@ -58,11 +58,11 @@ Delays up to 5 cost little (2501.18512).
 
 STUDIED: dict[str, _Forms] = {
     "sign_loco": [{"period": 5, "switch": 0.0}],
-    "sign_muloco": [{"period": 5}],
+    "sign_muloco": [{"period": 5, "beta": 0.6}, {"period": 24}, {"period": 48}],
 }
 """What ended lowest in our study: of all that have AdamW or SGD inside, and with Muon. For runs of
-its kind they come right behind the all-reduce. With longer periods `sign_loco` lost there, and so
-short a run has no use for its second phase.
+its kind the first comes right behind the all-reduce, the second before `muloco`. With longer
+periods `sign_loco` lost there, and so short a run has no use for its second phase.
 """
 
 VALUES = 360
@@ -70,8 +70,10 @@ VALUES = 360
 eight with 45 each and sixteen with 22 did as well as with 90, with fewer bytes.
 """
 
-SHORT_RUN = 1000
-"""Steps up to which a run is of that kind: with 480 and 960 `sign_loco` ended as the all-reduce."""
+SHORT_RUN = {"sign_loco": 1000, "sign_muloco": 2000}
+"""Steps up to which a run is of that kind: with 480 and 960 `sign_loco` ended as the all-reduce,
+with 480 and 1,920 `sign_muloco` below that with AdamW.
+"""
 
 SHORTER = (20, 10, 5)
 """Where a run is too short for a ladder's first period, these are tried first: those with `ROUNDS`
@@ -161,13 +163,18 @@ def chosen_rows(situation: Situation, keep_inner: str | None = None) -> list[Row
 def ladders(situation: Situation) -> dict[str, _Forms]:
     """Method -> its settings to try, the method to be recommended first at the head."""
     steps = situation.length
-    if situation.parameters >= SMALL or steps is None or steps > SHORT_RUN:
+    if situation.parameters >= SMALL or steps is None:
         return LADDERS
-    studied = dict(STUDIED)
-    most = preset("sign_loco").channels[0].codec.topk
-    if (share := max(1, VALUES // situation.islands)) < most:
-        studied["sign_loco"] = [{**form, "topk": share} for form in STUDIED["sign_loco"]]
-    return {"full": LADDERS["full"], **studied, **LADDERS}
+    out = {}
+    for name, ladder in LADDERS.items():
+        if name == "muloco" and steps <= SHORT_RUN["sign_muloco"]:
+            out["sign_muloco"] = STUDIED["sign_muloco"]
+        out[name] = ladder
+        if name == "full" and steps <= SHORT_RUN["sign_loco"]:
+            share = max(1, VALUES // situation.islands)
+            fewer = {"topk": share} if share < preset("sign_loco").channels[0].codec.topk else {}
+            out["sign_loco"] = [{**form, **fewer} for form in STUDIED["sign_loco"]]
+    return out
 
 
 def _tried(

@@ -37,11 +37,16 @@ def expected_gap(
     if name == "demo" and config.inner_optimizers[:1] == ("adamw",):
         name = "demo adamw"
     phases = any(c.later for c in config.channels)
-    sizes = main["phases"] if phases else (main, *main["larger"])
-    known = [s for s in sizes if name in s["difference"]]
+    sizes = main["phases"] if phases else (main, *main["larger"], *main["muon"])
+    known = [main | s for s in sizes if name in s["difference"]]
     if not known:
         return None, f"nobody has compared {name!r}{' with phases' * phases} with an all-reduce"
-    study = main | min(known, key=lambda s: abs(math.log(parameters / s["parameters"])))
+
+    def distance(s: dict[str, Any]) -> tuple[float, float]:
+        apart = parameters / s["parameters"], period / s["period"][name]
+        return abs(math.log(apart[0])), abs(math.log(apart[1]))
+
+    study = min(known, key=distance)
     difference = study["difference"][name]
     factor = parameters / study["parameters"]
     times = f"{factor:,.0f}" if factor >= 100 else f"{factor:.3g}"

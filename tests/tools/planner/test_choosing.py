@@ -159,10 +159,13 @@ def test_planner_choice_muon_small_model() -> None:
     small = replace(TINY, link=Link(1e9, 0.04), steps=480)
     rows = plan_rows(small, None, keep_inner="muon")
     choice = choose([row for row in rows if row.name != "full"], small, "muon")
-    assert choice.config == preset("sign_muloco", period=5)
-    assert choice.row.expected_gap is not None
-    assert choice.row.expected_gap["percent"] == pytest.approx(-6.6, abs=0.05)
-    longer = replace(small, steps=1001)
+    assert choice.config == preset("sign_muloco", period=5, beta=0.6)
+    slow = replace(small, link=Link(5e6, 0.04), steps=SHORT_RUN["sign_muloco"])
+    choice = choose(plan_rows(slow, None, keep_inner="muon"), slow, "muon")
+    assert choice.config == preset("sign_muloco")
+    assert choice.row.expected_gap is not None and choice.row.expected_gap["period"] is None
+    assert choice.row.expected_gap["percent"] < -1
+    longer = replace(small, steps=SHORT_RUN["sign_muloco"] + 1)
     rows = plan_rows(longer, None, keep_inner="muon")
     assert choose([r for r in rows if r.name != "full"], longer, "muon").row.name == "muloco"
     assert "sign_muloco" not in {r.name for r in rows if r.chosen}
@@ -182,7 +185,7 @@ MEDIUM = Situation([(f"layers.{i}.w", (1024, 1024)) for i in range(12)], 2, Link
 
 def test_planner_choice_small_models() -> None:
     """The method that won among small models is recommended for small models."""
-    short = replace(TINY, steps=SHORT_RUN)
+    short = replace(TINY, steps=SHORT_RUN["sign_loco"])
     name, config, _, reached = taken(short)
     assert TINY.parameters < SMALL and reached and name == "sign_loco"
     assert config == preset("sign_loco", period=5, switch=0.0)
@@ -195,14 +198,14 @@ def test_planner_choice_small_models() -> None:
 @pytest.mark.parametrize(("islands", "topk"), [(2, 90), (4, 90), (8, 45), (16, 22)])
 def test_planner_choice_more_islands_fewer_values(islands: int, topk: int) -> None:
     """More islands send fewer values each."""
-    short = replace(TINY, islands=islands, steps=SHORT_RUN)
+    short = replace(TINY, islands=islands, steps=SHORT_RUN["sign_loco"])
     name, config, _, _ = taken(short)
     assert name == "sign_loco" and config.channels[0].codec.topk == topk
 
 
 def test_planner_choice_sign_loco_limits() -> None:
     """`sign_loco` is recommended neither for long runs nor for large models."""
-    for steps in (None, SHORT_RUN + 1):
+    for steps in (None, SHORT_RUN["sign_loco"] + 1):
         assert taken(replace(TINY, steps=steps))[0] != "sign_loco"
     assert MEDIUM.parameters >= SMALL
     assert "sign_loco" not in {r.name for r in plan_rows(MEDIUM) if r.chosen}
@@ -243,7 +246,7 @@ def test_planner_choice_momentum_warmup() -> None:
     """The outer momentum rises over half of a short run."""
     _, config, _, _ = taken(replace(TINY, steps=200))
     assert config == preset("sign_loco", period=5, switch=0.0, momentum_warmup=20)
-    assert taken(replace(TINY, steps=SHORT_RUN))[1] == preset("sign_loco", switch=0.0)
+    assert taken(replace(TINY, steps=SHORT_RUN["sign_loco"]))[1] == preset("sign_loco", switch=0.0)
     (channel,) = rising(preset("sign_loco"), 7).channels
     assert channel.applier.momentum_warmup == 1  # 0 would be a constant one
     assert rising(preset("diloco"), 12) == preset("diloco")
