@@ -9,7 +9,8 @@ run):
 * The runner ends with 0 when its child was killed, and the child with 247 when a rank was (-9 as an
   exit status): here with 137.
 * The child ends with 1 when it is told to end: here with 75 where the ranks saved and left
-  (`fsdp_demo.guard`).
+  (`fsdp_demo.guard`). Told before it listens, while it starts ranks, it dies and leaves them
+  running: here it tells them as soon as it listens.
 """
 
 from __future__ import annotations
@@ -92,8 +93,18 @@ def node() -> int:
         terminate(pid)
 
     launcher.terminate_process_tree = noted  # type: ignore[attr-defined]
+    early: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: early.append(number))
     for number in stop_signals(os.environ)[1:]:  # the runner tells it by SIGTERM
         signal.signal(number, lambda *_: None)
+
+    def listen(number: int, handler: Any) -> Any:
+        before = signal.signal(number, handler)
+        if number in early:
+            handler(number, None)
+        return before
+
+    launcher.signal = SimpleNamespace(**{**vars(signal), "signal": listen})  # type: ignore[attr-defined]
     try:
         launcher.main()
     except SystemExit as left:
