@@ -49,6 +49,11 @@ STUDY = {
     "study-memory-larger": ("size", "memory"),
     "study-transform-larger": ("size", "transform at"),
     "study-text": ("text",),
+    "study-muon": ("muon", "480 steps"),
+    "study-muon-places": ("muon", "known places"),
+    "study-muon-long": ("muon", "1,920 steps"),
+    "study-muon-large": ("muon", "3.3 M"),
+    "study-muon-replicas": ("muon", "R ="),
 }
 """Tables of the study: the table of the study, and the beginnings of the groups that it has."""
 

@@ -110,11 +110,16 @@ class Run:
         configuration (not the cell's name), the model's file, the texts, and `version` of the
         code.
         """
+        text = json.dumps({**self._facts, "version": version}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @functools.cached_property
+    def _facts(self) -> dict[str, Any]:
         cell, setting = self.cell, self.setting
         facts = dataclasses.asdict(setting)
         if setting.floor == Setting.floor:
             del facts["floor"]  # it came later: runs at its default keep their keys
-        whole = {
+        return {
             "setting": facts,
             "seed": self.seed,
             "texts": digest(setting.data, setting.length, setting.held_out),
@@ -124,12 +129,10 @@ class Run:
             "attach_at": cell.attach_at,
             "slow": cell.slow,
             "config": said(dataclasses.replace(cell, gain=0.0, owners=None).config()),
-            "version": version,
             **({"inner": cell.inner} if cell.inner else {}),
             **({"gain": cell.gain} if cell.gain else {}),
             **({"owners": cell.owners} if cell.owners else {}),
         }
-        return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def size(self) -> float:

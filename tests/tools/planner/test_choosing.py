@@ -160,7 +160,7 @@ def test_planner_choice_muon_small_model() -> None:
     rows = plan_rows(small, None, keep_inner="muon")
     choice = choose([row for row in rows if row.name != "full"], small, "muon")
     assert choice.config == preset("sign_muloco", period=5, beta=0.6)
-    slow = replace(small, link=Link(5e6, 0.04), steps=SHORT_RUN["sign_muloco"])
+    slow = replace(small, link=Link(2e6, 0.04), steps=SHORT_RUN["sign_muloco"])
     choice = choose(plan_rows(slow, None, keep_inner="muon"), slow, "muon")
     assert choice.config == preset("sign_muloco")
     assert choice.row.expected_gap is not None and choice.row.expected_gap["period"] is None
