@@ -165,11 +165,11 @@ BELOW: dict[str, list[Cell]] = {
         for r in (2, 8, 16)
     },
     "3.3 M, 640 steps": [
-        at(full("", 2.8e-3), LARGE // 4, 32, model="small"),
+        at(full("", 1.4e-3), LARGE // 4, 32, model="small"),
         *length(
             [
-                *(one_bit(24, rate, 2.26e-2) for rate in (None, 5.7e-3, 2.26e-2)),
                 reduced(2.26e-2, 2.26e-2),
+                one_bit(24, 2.26e-2, 2.26e-2),
             ],
             LARGE // 4,
             32,
