@@ -46,6 +46,8 @@ PLACE = {
         " study-delay"
         " study-slow-island study-attached study-precision study-text",
         "study-size": "study-size study-size-muloco study-size-ours",
+        "study-muon": "study-muon study-muon-long study-muon-large study-muon-replicas"
+        " study-muon-places",
     }.items()
     for table in names.split()
 }
