@@ -46,7 +46,7 @@ class FailureDetector:
     Attributes:
         began: the time at which this rank launched each undelivered message, by number. rounds:
             seconds that the last messages of steps took.
-        among: the members of each message that not all take part in, by number.
+        among: the members of a message by its number; a message without an entry has all.
         next_of: the next message of each peer, by its last beat. leaving: peers that have
             announced their end.
     """
