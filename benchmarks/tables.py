@@ -29,6 +29,7 @@ from benchmarks import tables_study as the_study  # noqa: E402
 
 TABLES: dict[str, Callable[[], Rows]] = {
     **{name: partial(the_study.study, *of) for name, of in the_study.STUDY.items()},
+    **{name: partial(the_study.study_muon, *of) for name, of in the_study.MUON.items()},
     **{f"study-length-{n}": partial(the_study.study_length, n) for n in the_study.LENGTHS},
     "study-choice": the_study.study_choice,
     "study-front": the_study.study_front,

@@ -49,13 +49,20 @@ STUDY = {
     "study-memory-larger": ("size", "memory"),
     "study-transform-larger": ("size", "transform at"),
     "study-text": ("text",),
-    "study-muon": ("muon", "480 steps"),
-    "study-muon-places": ("muon", "known places"),
-    "study-muon-long": ("muon", "1,920 steps"),
-    "study-muon-large": ("muon", "3.3 M"),
-    "study-muon-replicas": ("muon", "R ="),
 }
 """Tables of the study: the table of the study, and the beginnings of the groups that it has."""
+
+MUON = {
+    "study-muon": ("480 steps",),
+    "study-muon-places": ("known places",),
+    "study-muon-long": ("1,920 steps",),
+    "study-muon-large": ("3.3 M",),
+    "study-muon-replicas": ("R =",),
+}
+"""Tables beside two all-reduces, of AdamW and of Muon: the beginnings of their groups."""
+
+ONE_RATE = re.compile(r".*\blr (?P<rate>\S+) adamw (?P=rate)\b")
+"""The name of a row whose AdamW has Muon's rate."""
 
 
 def study(name: str, *groups: str) -> Rows:
@@ -78,6 +85,30 @@ def study(name: str, *groups: str) -> Rows:
             apart,
             size(row["bytes_sent"]) if row["bytes_sent"] else "-",
             times(row["ratio"]) if row["ratio"] else "-",
+        ]
+        rows.append([row["group"], *cells] if several else cells)
+    return rows
+
+
+def study_muon(*groups: str) -> Rows:
+    """Some groups of the table `muon`: losses, and paired differences in percent, with 90 %
+    intervals, to the all-reduce of AdamW and to that of Muon.
+    """
+    found = [r for r in load("study-muon.json")["rows"] if r["group"].startswith(groups)]
+    several = len({row["group"] for row in found}) > 1
+    head = ["method", "seeds", "loss", "beside AdamW", "beside Muon", "fewer bytes"]
+    rows = [["case", *head] if several else head]
+    for row in found:
+        group = [other for other in found if other["group"] == row["group"]]
+        full = [r for r in group if r["name"].startswith("full")]
+        beside = [r for r in full if ONE_RATE.match(r["name"])]
+        references = (full[0], beside[0] if beside else row)
+        cells = [
+            row["name"],
+            str(row["seeds"]),
+            f"{row['loss']:.3f}",
+            *("-" if row is other else percent(row, other) for other in references),
+            times(row["ratio"]),
         ]
         rows.append([row["group"], *cells] if several else cells)
     return rows
@@ -289,17 +320,18 @@ def planner_gaps() -> dict[str, Any]:
     }
     table["study"]["larger"] = [_at_size(size) for size in ("0.92 M", "3.3 M")]
     table["study"]["phases"] = [_with_phases(name) for name in ("long", "large")]
-    table["study"]["muon"] = [*_in_one_bit("1,920 steps"), *_in_one_bit("3.3 M, 640 steps")]
+    table["study"]["muon"] = [*_with_muon("1,920 steps"), *_with_muon("3.3 M, 640 steps")]
     return table
 
 
-def _in_one_bit(group: str) -> Iterator[dict[str, Any]]:
-    """What the planner takes from a group of study-muon.json: rows of each period."""
+def _with_muon(group: str) -> Iterator[dict[str, Any]]:
+    """What the planner takes from a group of study-muon.json: `muloco` in 2 bits and in 1 bit."""
     full, *others = (r for r in load("study-muon.json")["rows"] if r["group"] == group)
     for row in others:
-        form = re.match(r"muloco H=(\d+) 1 bit .* lr (\S+) adamw (\S+)", row["name"])
-        if form is None or form[2] != form[3]:
+        form = re.match(r"muloco H=(\d+) (1 bit|)", row["name"])
+        if form is None or not ONE_RATE.match(row["name"]):
             continue
+        method = BESIDE if form[2] else "muloco"
         beside = [full["losses"][seed] for seed in row["losses"]]
         yield {
             "source": f"our study (benchmarks/figures/study-muon.json): {group}, "
@@ -307,8 +339,8 @@ def _in_one_bit(group: str) -> Iterator[dict[str, Any]]:
             "date": load("about.json")["study-muon.json"]["date"],
             "parameters": parameters("small" if group.startswith("3.3 M") else "study-small"),
             "loss": round(statistics.fmean(beside), 6),
-            "difference": {BESIDE: round(row["difference"], 6)},
-            "period": {BESIDE: int(form[1])},
+            "difference": {method: round(row["difference"], 6)},
+            "period": {method: int(form[1])},
         }
 
 

@@ -10,8 +10,8 @@ import dataclasses
 from typing import Any
 
 from study.cells import Cell, Setting
-from study.length import LARGE, LONG, at, phase
-from study.methods import FEEDBACK, MUON, STEPS, full, muloco, sign_loco
+from study.length import LARGE, LONG, at, phase, tuned
+from study.methods import FEEDBACK, MUON, STEPS, Method, full, muloco, sign_loco
 
 AT = 4e-3
 """The rate of AdamW alone that is best for the same tensors."""
@@ -79,6 +79,11 @@ def then_places(period: int, rate: float, steps: int = STEPS) -> Cell:
     return changed(one_bit(period, rate, rate, 0.6), "then seeded k=683", **rule)
 
 
+def rounds(period: int, rate: float) -> Cell:
+    """`muloco` in 2 bits at its best outer step, AdamW beside it at Muon's rate."""
+    return beside(muloco(f" lr {rate:g}", rate, period=period), rate)
+
+
 def in_turn(period: int, rate: float) -> Cell:
     """`one_bit` by fragments of a layer each, one after the other within a round."""
     layers = {"delta.fragments": {"layers": 1}}
@@ -98,6 +103,28 @@ def length(cells: list[Cell], steps: int, warmup: int, model: str = "") -> list[
     return [dataclasses.replace(c, name=c.name + end, setting=setting) for c in cells]
 
 
+def short() -> tuple[Method, ...]:
+    """480 steps: rates, warm-ups and outer steps of each form, AdamW at Muon's rate."""
+
+    def grid(make: Any, rates: tuple[float, ...], outer: tuple[dict[str, float], ...] = ()) -> Any:
+        best = make(rates[len(rates) // 2])
+        cells = [
+            *(make(lr) for lr in rates),
+            *(changed(best, " ".join(f"{k} {v:g}" for k, v in c.items()), **c) for c in outer),
+        ]
+        return [*(at(c, STEPS, 24) for c in cells), at(best, STEPS, 48)]
+
+    outer = ({"applier.lr": 1.0}, {"applier.lr": 0.6}, {"momentum": 0.7})
+    low, high = (2.26e-2, 3.2e-2, 4.5e-2), (3.2e-2, 4.5e-2, 6.4e-2)
+    return (
+        tuned("full", [at(full("", 2.8e-3), STEPS, 48)]),
+        tuned("full muon", grid(lambda lr: reduced(lr, lr), high)),
+        tuned("muloco H=5 1 bit", grid(lambda lr: one_bit(5, lr, lr, 0.6), high, outer)),
+        tuned("muloco H=20 1 bit", grid(lambda lr: one_bit(20, lr, lr), low, outer)),
+        tuned("muloco H=20", grid(lambda lr: rounds(20, lr), low, outer)),
+    )
+
+
 BELOW: dict[str, list[Cell]] = {
     "480 steps": [
         at(full("", 2.8e-3), STEPS, 48),
@@ -113,6 +140,8 @@ BELOW: dict[str, list[Cell]] = {
                 *(one_bit(h, AT) for h in (12, 24, 48, 96)),
                 one_bit(24, 8e-3),
                 *(one_bit(48, rate) for rate in (8e-3, 3.2e-2)),
+                *(one_bit(h, 3.2e-2) for h in (12, 24, 96)),
+                *(rounds(h, 3.2e-2) for h in (5, 12, 24, 48, 96)),
             ],
             STEPS,
             24,
@@ -122,6 +151,7 @@ BELOW: dict[str, list[Cell]] = {
         at(full("", 2.8e-3), STEPS, 48),
         *length(
             [
+                reduced(4.5e-2, 4.5e-2),
                 one_bit(20, 8e-3),
                 places(5, 8e-3),
                 places(5, 8e-3, **{"applier.lr": 0.8, "momentum": 0.5}),
@@ -143,6 +173,8 @@ BELOW: dict[str, list[Cell]] = {
                 *(one_bit(24, rate) for rate in (None, AT, 8e-3, 1.6e-2, 3.2e-2)),
                 *(one_bit(48, rate) for rate in (8e-3, 3.2e-2)),
                 *(one_bit(h, 3.2e-2) for h in (96, 120)),
+                in_turn(120, 3.2e-2),
+                rounds(24, 3.2e-2),
             ],
             LONG,
             96,
@@ -159,16 +191,16 @@ BELOW: dict[str, list[Cell]] = {
         )
         for r in (2, 8, 16)
     },
-    "3.3 M, 640 steps": [
-        at(full("", 1.4e-3), LARGE // 4, 32, model="small"),
-        *length(
-            [
-                reduced(2.26e-2, 2.26e-2),
-                one_bit(24, 2.26e-2, 2.26e-2),
-            ],
-            LARGE // 4,
-            32,
-            "small",
-        ),
-    ],
+    **{
+        f"3.3 M, {steps:,} steps": [
+            at(full("", 1.4e-3), steps, steps // 20, model="small"),
+            *length(
+                [reduced(2.26e-2, 2.26e-2), one_bit(24, 2.26e-2, 2.26e-2)],
+                steps,
+                steps // 20,
+                "small",
+            ),
+        ]
+        for steps in (LARGE // 4, LARGE)
+    },
 }

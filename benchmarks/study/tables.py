@@ -28,6 +28,7 @@ from study.methods import (
     with_feedback,
 )
 from study.muon_rates import BELOW
+from study.muon_rates import short as beside_muon
 from study.questions import QUESTIONS
 from study.robust import ROBUST, winners
 
@@ -168,6 +169,7 @@ TABLES: dict[str, Table] = {
         seeds=1,
     ),
     "muon": Table("rates beside Muon, and long rounds in 1 bit", BELOW, seeds=2),
+    "muon_short": Table("each form tuned at 480 steps", methods=beside_muon(), seeds=4),
     "questions": Table("questions with a number each", QUESTIONS),
     "literature": Table("forms of other papers, at equal bytes", LITERATURE, seeds=2),
     "low_rank": Table("moments of low rank inside", LOW_RANK, seeds=2),
