@@ -106,22 +106,22 @@ def length(cells: list[Cell], steps: int, warmup: int, model: str = "") -> list[
 def short() -> tuple[Method, ...]:
     """480 steps: rates, warm-ups and outer steps of each form, AdamW at Muon's rate."""
 
-    def grid(make: Any, rates: tuple[float, ...], outer: tuple[dict[str, float], ...] = ()) -> Any:
-        best = make(rates[len(rates) // 2])
+    def grid(make: Any, rates: tuple[float, ...], *outer: dict[str, float]) -> list[Cell]:
+        middle = make(rates[1])
         cells = [
             *(make(lr) for lr in rates),
-            *(changed(best, " ".join(f"{k} {v:g}" for k, v in c.items()), **c) for c in outer),
+            *(changed(middle, " ".join(f"{k} {v:g}" for k, v in c.items()), **c) for c in outer),
         ]
-        return [*(at(c, STEPS, 24) for c in cells), at(best, STEPS, 48)]
+        return [*(at(c, STEPS, 24) for c in cells), at(middle, STEPS, 48)]
 
     outer = ({"applier.lr": 1.0}, {"applier.lr": 0.6}, {"momentum": 0.7})
     low, high = (2.26e-2, 3.2e-2, 4.5e-2), (3.2e-2, 4.5e-2, 6.4e-2)
     return (
         tuned("full", [at(full("", 2.8e-3), STEPS, 48)]),
-        tuned("full muon", grid(lambda lr: reduced(lr, lr), high)),
-        tuned("muloco H=5 1 bit", grid(lambda lr: one_bit(5, lr, lr, 0.6), high, outer)),
-        tuned("muloco H=20 1 bit", grid(lambda lr: one_bit(20, lr, lr), low, outer)),
-        tuned("muloco H=20", grid(lambda lr: rounds(20, lr), low, outer)),
+        tuned("full muon", grid(lambda lr: reduced(lr, lr), (*high, 9e-2))),
+        tuned("muloco H=5 1 bit", grid(lambda lr: one_bit(5, lr, lr, 0.6), high, *outer)),
+        tuned("muloco H=20 1 bit", grid(lambda lr: one_bit(20, lr, lr), low, *outer)),
+        tuned("muloco H=20", grid(lambda lr: rounds(20, lr), low)),
     )
 
 
