@@ -90,27 +90,47 @@ def study(name: str, *groups: str) -> Rows:
     return rows
 
 
-def study_muon(*groups: str) -> Rows:
+LENGTHS_MUON = {"1,920 steps": "long", "3.3 M, 640 steps": "large-short"}
+LENGTHS_MUON |= {"3.3 M, 2,560 steps": "large"}
+"""Groups of the table `muon` whose all-reduce of AdamW is the first row of one of `LENGTHS`: the
+same runs of the same machine, on more seeds.
+"""
+
+
+def muon_rows(group: str) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
+    """The rows of a group of the table `muon`, the all-reduce of AdamW first; that all-reduce, and
+    the one of Muon with AdamW at its rate.
+    """
+    adamw, *found = (r for r in load("study-muon.json")["rows"] if r["group"] == group)
+    if group in LENGTHS_MUON:
+        (table,) = (t for t in load("study-length.json") if t["table"] == LENGTHS_MUON[group])
+        losses = dict(zip("01234567", table["rows"][0]["losses"], strict=False))
+        mean = statistics.fmean(losses.values())
+        found = [row for row in (adamw, *found) if "muon" in row["name"] or "muloco" in row["name"]]
+        adamw = {"group": group, "name": table["rows"][0]["method"], "seeds": len(losses)}
+        adamw |= {"losses": losses, "loss": mean, "ratio": 1}
+    reduced = [
+        row for row in found if row["name"].startswith("full") and ONE_RATE.match(row["name"])
+    ]
+    # of several rates the one with the most seeds
+    return [adamw, *found], adamw, max(reduced, key=lambda row: row["seeds"])
+
+
+def study_muon(*begins: str) -> Rows:
     """Some groups of the table `muon`: losses, and paired differences in percent, with 90 %
     intervals, to the all-reduce of AdamW and to that of Muon.
     """
-    found = [r for r in load("study-muon.json")["rows"] if r["group"].startswith(groups)]
-    several = len({row["group"] for row in found}) > 1
+    groups = dict.fromkeys(row["group"] for row in load("study-muon.json")["rows"])
+    groups = [group for group in groups if group.startswith(begins)]
     head = ["method", "seeds", "loss", "beside AdamW", "beside Muon", "fewer bytes"]
-    rows = [["case", *head] if several else head]
-    for row in found:
-        group = [other for other in found if other["group"] == row["group"]]
-        full = [r for r in group if r["name"].startswith("full")]
-        beside = [r for r in full if ONE_RATE.match(r["name"])]
-        references = (full[0], beside[0] if beside else row)
-        cells = [
-            row["name"],
-            str(row["seeds"]),
-            f"{row['loss']:.3f}",
-            *("-" if row is other else percent(row, other) for other in references),
-            times(row["ratio"]),
-        ]
-        rows.append([row["group"], *cells] if several else cells)
+    rows = [["case", *head] if len(groups) > 1 else head]
+    for group in groups:
+        found, *both = muon_rows(group)
+        for row in found:
+            beside = ("-" if row is other else percent(row, other) for other in both)
+            cells = [row["name"], str(row["seeds"]), f"{row['loss']:.3f}", *beside]
+            cells.append(times(row["ratio"]))
+            rows.append([group, *cells] if len(groups) > 1 else cells)
     return rows
 
 
@@ -126,24 +146,49 @@ def study_front() -> Rows:
     return rows
 
 
-def study_short() -> list[dict[str, str]]:
-    """The rows of docs/study.md: of the tuned ones those that nothing beats with as few bytes, and
-    `full`, which is beaten.
+def study_short() -> Rows:
+    """A table of docs/study.md: of the tuned methods those that nothing beats with as few bytes,
+    and `full`, which is beaten.
     """
     ended = [row for row in tuned().values() if not row["failed"]]
     found = sorted(ended, key=lambda row: (row["ratio"], -row["loss"]))
     full = tuned()["full"]
-    rows = []
+    rows = [["method", "fewer bytes", "loss", "beside the all-reduce with AdamW"]]
     for i, row in enumerate(found):
         loss = f"{row['loss']:.3f}"
         if row is full or row["name"] == full["name"]:
-            cells = ["`full`: all-reduce, AdamW", "1 x", loss, "-"]
+            rows.append(["`full`: all-reduce, AdamW", "1 x", loss, "-"])
         elif all(row["loss"] < other["loss"] for other in found[i + 1 :]):
             name = row["name"].removesuffix(" tuned")
-            cells = [f"`{name}`", times(row["ratio"]), loss, percent(row, full)]
-        else:
-            continue
-        rows.append(dict(zip(("method", "fewer", "loss", "beside"), cells, strict=True)))
+            rows.append([f"`{name}`", times(row["ratio"]), loss, percent(row, full)])
+    return rows
+
+
+SHORT_MUON = {
+    "480 steps": "0.49 M, 480 steps",
+    "1,920 steps": "0.49 M, 1,920 steps",
+    "3.3 M, 2,560 steps": "3.3 M, 2,560 steps",
+}
+"""Groups of the table `muon` that docs/study.md shows, and what it calls them."""
+
+
+def study_short_muon() -> Rows:
+    """A table of docs/study.md: the two all-reduces and `sign_muloco`, AdamW at Muon's rate."""
+    rows = [["run", "method", "seeds", "fewer bytes", "loss", "beside AdamW", "beside Muon"]]
+    for group, run in SHORT_MUON.items():
+        found, *both = muon_rows(group)
+        names = {
+            id(row): f"all-reduce, {name}"
+            for row, name in zip(both, ("AdamW", "Muon"), strict=True)
+        }
+        for row in found:
+            form = re.match(r"muloco H=(\d+) 1 bit beta (\S+)", row["name"])
+            if form and ONE_RATE.match(row["name"]) and row["seeds"] > 1:
+                names[id(row)] = f"`sign_muloco`, period {form[1]}, feedback {form[2]}"
+        for row in (row for row in found if id(row) in names):
+            beside = ("-" if row is other else percent(row, other) for other in both)
+            cells = [run, names[id(row)], str(row["seeds"]), times(row["ratio"])]
+            rows.append([*cells, f"{row['loss']:.3f}", *beside])
     return rows
 
 
@@ -325,21 +370,21 @@ def planner_gaps() -> dict[str, Any]:
 
 
 def _with_muon(group: str) -> Iterator[dict[str, Any]]:
-    """What the planner takes from a group of study-muon.json: `muloco` in 2 bits and in 1 bit."""
-    full, *others = (r for r in load("study-muon.json")["rows"] if r["group"] == group)
-    for row in others:
+    """What the planner takes from a group of the table `muon`: `muloco` in 2 bits and in 1 bit."""
+    found, full, _ = muon_rows(group)
+    for row in found:
         form = re.match(r"muloco H=(\d+) (1 bit|)", row["name"])
         if form is None or not ONE_RATE.match(row["name"]):
             continue
         method = BESIDE if form[2] else "muloco"
-        beside = [full["losses"][seed] for seed in row["losses"]]
+        pairs = [(loss, full["losses"][seed]) for seed, loss in row["losses"].items()]
         yield {
             "source": f"our study (benchmarks/figures/study-muon.json): {group}, "
             f"{counted(row['seeds'], 'seed')}",
             "date": load("about.json")["study-muon.json"]["date"],
             "parameters": parameters("small" if group.startswith("3.3 M") else "study-small"),
-            "loss": round(statistics.fmean(beside), 6),
-            "difference": {method: round(row["difference"], 6)},
+            "loss": round(statistics.fmean(beside for _, beside in pairs), 6),
+            "difference": {method: round(statistics.fmean(a - b for a, b in pairs), 6)},
             "period": {method: int(form[1])},
         }
 
@@ -380,9 +425,14 @@ def gaps_are_stale() -> bool:
 SHORT = ROOT / "docs" / "figures" / "study-short.json"
 
 
+def short_tables() -> dict[str, Rows]:
+    """The tables of docs/study.md."""
+    return {"study-short": study_short(), "study-short-muon": study_short_muon()}
+
+
 def write_short() -> None:
-    """Write the rows of docs/study.md."""
-    SHORT.write_text(json.dumps(study_short(), indent=1) + "\n", encoding="utf-8")
+    """Write the tables of docs/study.md."""
+    SHORT.write_text(json.dumps(short_tables(), indent=1) + "\n", encoding="utf-8")
 
 
 def write_gaps() -> None:

@@ -120,8 +120,8 @@ def short() -> tuple[Method, ...]:
         tuned("full", [at(full("", 2.8e-3), STEPS, 48)]),
         tuned("full muon", grid(lambda lr: reduced(lr, lr), (*high, 9e-2))),
         tuned("muloco H=5 1 bit", grid(lambda lr: one_bit(5, lr, lr, 0.6), high, *outer)),
-        tuned("muloco H=20 1 bit", grid(lambda lr: one_bit(20, lr, lr), low, *outer)),
-        tuned("muloco H=20", grid(lambda lr: rounds(20, lr), low)),
+        tuned("muloco H=20 1 bit", grid(lambda lr: one_bit(20, lr, lr), (*low, 6.4e-2), *outer)),
+        tuned("muloco H=20", grid(lambda lr: rounds(20, lr), (*low, 6.4e-2))),
     )
 
 
@@ -141,7 +141,7 @@ BELOW: dict[str, list[Cell]] = {
                 one_bit(24, 8e-3),
                 *(one_bit(48, rate) for rate in (8e-3, 3.2e-2)),
                 *(one_bit(h, 3.2e-2) for h in (12, 24, 96)),
-                *(rounds(h, 3.2e-2) for h in (5, 12, 24, 48, 96)),
+                *(rounds(h, 3.2e-2) for h in (5, 24, 96)),
             ],
             STEPS,
             24,
@@ -173,7 +173,8 @@ BELOW: dict[str, list[Cell]] = {
                 *(one_bit(24, rate) for rate in (None, AT, 8e-3, 1.6e-2, 3.2e-2)),
                 *(one_bit(48, rate) for rate in (8e-3, 3.2e-2)),
                 *(one_bit(h, 3.2e-2) for h in (96, 120)),
-                in_turn(120, 3.2e-2),
+                reduced(4.5e-2, 4.5e-2),
+                one_bit(24, 4.5e-2, 4.5e-2),
                 rounds(24, 3.2e-2),
             ],
             LONG,

@@ -100,7 +100,7 @@ def test_figures_planner_and_docs_have_what_the_study_says() -> None:
     """The planner's gaps, and the rows of docs/study.md, are those of the study."""
     assert not tables_study.gaps_are_stale(), "run python benchmarks/tables.py --write"
     there = json.loads(tables_study.SHORT.read_text(encoding="utf-8"))
-    assert there == tables_study.study_short(), "run python benchmarks/tables.py --write"
+    assert there == tables_study.short_tables(), "run python benchmarks/tables.py --write"
 
 
 def test_tables_say_that_gaps_are_stale(

@@ -25,7 +25,6 @@ from figure_cells import ROOT, Rows, load, printed, rate, short, write  # noqa: 
 import compare  # noqa: E402  isort: skip
 from report import size  # noqa: E402  isort: skip
 
-STUDY = "study-short.json"
 BASELINE = "baseline (all-reduce every step)"
 CHOICE = {  # those of the README, and for whom each is
     "diloco": "a first run; an exchange may take minutes, but is seldom",
@@ -144,10 +143,10 @@ def all_methods() -> Rows:
     return [[*head, "inner optimizer", "replicas equal"], *rows]
 
 
-def study_short() -> Rows:
-    """Of the study's tuned methods those that nothing beats with as few bytes, and `full`."""
-    head = ["method", "fewer bytes", "loss", "beside the all-reduce with AdamW"]
-    return [head, *([r["method"], r["fewer"], r["loss"], r["beside"]] for r in load(STUDY))]
+def study(name: str) -> Rows:
+    """A table of the study that benchmarks/tables.py has made."""
+    rows: Rows = load("study-short.json")[name]
+    return rows
 
 
 def peers() -> Rows:
@@ -193,7 +192,7 @@ def storms() -> Rows:
 TABLES: dict[str, Callable[[], Rows]] = {
     "methods": methods,
     "all-methods": all_methods,
-    "study-short": study_short,
+    **{name: partial(study, name) for name in ("study-short", "study-short-muon")},
     "quickstart": quickstart,
     "peers-seconds": peers,
     "slow-methods": slow_methods,

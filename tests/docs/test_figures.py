@@ -43,7 +43,7 @@ PLACE = {
         " keys-reducer keys-applier keys-fragments keys-later keys-drop keys-pairs"
         " preset-keywords",
         "docs/results.md": "quickstart peers-seconds slow-methods storms",
-        "docs/study.md": "study-short",
+        "docs/study.md": "study-short study-short-muon",
     }.items()
     for table in names.split()
 }

@@ -143,8 +143,8 @@ def test_planner_gap_of_study() -> None:
         gap, _ = expected_gap(preset("muloco"), size["parameters"], 4)
         assert gap is not None and gap["period"] == 20
     for row in study["muon"]:
-        (period,), (difference,) = row["period"].values(), row["difference"].values()
-        gap, _ = expected_gap(preset("sign_muloco", period=period), row["parameters"], 4)
+        ((name, period),), (difference,) = row["period"].items(), row["difference"].values()
+        gap, _ = expected_gap(preset(name, period=period), row["parameters"], 4)
         assert gap is not None and gap["period"] is None and gap["source"].startswith(row["source"])
         assert gap["percent"] == round(100 * difference / row["loss"], 2)
     long = study["phases"][0]
