@@ -175,6 +175,8 @@ BELOW: dict[str, list[Cell]] = {
                 *(one_bit(h, 3.2e-2) for h in (96, 120)),
                 reduced(4.5e-2, 4.5e-2),
                 one_bit(24, 4.5e-2, 4.5e-2),
+                one_bit(120, 3.2e-2, beta=1.0),
+                one_bit(120, 8e-3),
                 rounds(24, 3.2e-2),
             ],
             LONG,

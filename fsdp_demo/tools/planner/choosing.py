@@ -70,9 +70,9 @@ VALUES = 360
 eight with 45 each and sixteen with 22 did as well as with 90, with fewer bytes.
 """
 
-SHORT_RUN = {"sign_loco": 1000, "sign_muloco": 2000}
+SHORT_RUN = {"sign_loco": 1000, "sign_muloco": 2560}
 """Steps up to which a run is of that kind: with 480 and 960 `sign_loco` ended as the all-reduce,
-with 480 and 1,920 `sign_muloco` below that with AdamW.
+with 480 to 2,560 `sign_muloco` below that with AdamW.
 """
 
 SHORTER = (20, 10, 5)
