@@ -31,6 +31,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     **{name: partial(the_study.study, *of) for name, of in the_study.STUDY.items()},
     **{name: partial(the_study.study_muon, *of) for name, of in the_study.MUON.items()},
     **{f"study-length-{n}": partial(the_study.study_length, n) for n in the_study.LENGTHS},
+    "study-muon-tuned": the_study.study_muon_tuned,
     "study-choice": the_study.study_choice,
     "study-front": the_study.study_front,
     "study-claims": the_study.study_claims,

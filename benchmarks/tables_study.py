@@ -17,7 +17,8 @@ from fsdp_demo.config.methods import UNPUBLISHED
 from fsdp_demo.errors import counted
 from fsdp_demo.runlog.words import times
 from study.cells import parameters
-from study.methods import METHODS
+from study.methods import METHODS, TUNING_SEEDS
+from study.muon_rates import short
 from study.stats import interval
 from study.tables import SIZES
 
@@ -161,6 +162,21 @@ def study_short() -> Rows:
         elif all(row["loss"] < other["loss"] for other in found[i + 1 :]):
             name = row["name"].removesuffix(" tuned")
             rows.append([f"`{name}`", times(row["ratio"]), loss, percent(row, full)])
+    return rows
+
+
+def study_muon_tuned() -> Rows:
+    """What was tried of each form of the table `muon_short`, and the loss on the tuning seed."""
+    runs = map(json.loads, find("study-runs.jsonl").read_text(encoding="utf-8").splitlines())
+    found = {r["cell"]["name"]: r["loss"]["finished"] for r in runs if r["seed"] in TUNING_SEEDS}
+    rows = [["method", "rate", "warm-up", "outer step", "loss"]]
+    for method in short():
+        for tried in method.grid:
+            assert tried.setting is not None
+            outer = preset(tried.preset, **tried.changes).channels[0].applier
+            step = f"{outer.lr:g} / {outer.momentum:g}" if "period" in tried.changes else "-"
+            told = [method.published.name, f"{tried.lr:g}", str(tried.setting.warmup), step]
+            rows.append([*told, f"{found[tried.name]:.3f}"])
     return rows
 
 

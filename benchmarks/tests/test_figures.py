@@ -47,7 +47,7 @@ PLACE = {
         " study-slow-island study-attached study-precision study-text",
         "study-size": "study-size study-size-muloco study-size-ours",
         "study-muon": "study-muon study-muon-long study-muon-large study-muon-replicas"
-        " study-muon-places",
+        " study-muon-places study-muon-tuned",
     }.items()
     for table in names.split()
 }
