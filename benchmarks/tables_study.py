@@ -91,8 +91,11 @@ def study(name: str, *groups: str) -> Rows:
     return rows
 
 
-LENGTHS_MUON = {"1,920 steps": "long", "3.3 M, 640 steps": "large-short"}
-LENGTHS_MUON |= {"3.3 M, 2,560 steps": "large"}
+LENGTHS_MUON = {
+    "1,920 steps": "long",
+    "3.3 M, 640 steps": "large-short",
+    "3.3 M, 2,560 steps": "large",
+}
 """Groups of the table `muon` whose all-reduce of AdamW is the first row of one of `LENGTHS`: the
 same runs of the same machine, on more seeds.
 """
@@ -193,10 +196,7 @@ def study_short_muon() -> Rows:
     rows = [["run", "method", "seeds", "fewer bytes", "loss", "beside AdamW", "beside Muon"]]
     for group, run in SHORT_MUON.items():
         found, *both = muon_rows(group)
-        names = {
-            id(row): f"all-reduce, {name}"
-            for row, name in zip(both, ("AdamW", "Muon"), strict=True)
-        }
+        names = {id(both[0]): "all-reduce, AdamW", id(both[1]): "all-reduce, Muon"}
         for row in found:
             form = re.match(r"muloco H=(\d+) 1 bit beta (\S+)", row["name"])
             if form and ONE_RATE.match(row["name"]) and row["seeds"] > 1:

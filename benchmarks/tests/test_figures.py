@@ -168,6 +168,17 @@ def test_figures_sign_muloco_has_what_the_study_chose() -> None:
     assert row["difference"] + row["half"] < 0
 
 
+@pytest.mark.parametrize("group", tables_study.LENGTHS_MUON)
+def test_figures_all_reduce_beside_muon_is_that_of_longer_runs(group: str) -> None:
+    """The all-reduce of AdamW beside Muon has the losses that were kept of it, on more seeds."""
+    _, adamw, reduced = tables_study.muon_rows(group)
+    rows = [r for r in kept.load("study-muon.json")["rows"] if r["group"] == group]
+    for row in (r for r in rows if r["name"].startswith("full lr")):
+        for seed, loss in row["losses"].items():
+            assert abs(adamw["losses"][seed] - loss) < 2e-4
+    assert set(reduced["losses"]) <= set(adamw["losses"])
+
+
 def test_figures_published_bytes_are_counted_again(shapes: Callable[[str], Any]) -> None:
     """Published bytes beside ours are counted again."""
     made = published_bytes.published(shapes("olmo-300m"), shapes("olmo-1b"))
