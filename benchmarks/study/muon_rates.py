@@ -117,11 +117,10 @@ def short() -> tuple[Method, ...]:
     outer = ({"applier.lr": 1.0}, {"applier.lr": 0.6}, {"momentum": 0.7})
     low, high = (2.26e-2, 3.2e-2, 4.5e-2), (3.2e-2, 4.5e-2, 6.4e-2)
     return (
-        tuned("full", [at(full("", 2.8e-3), STEPS, 48)]),
-        tuned("full muon", grid(lambda lr: reduced(lr, lr), (*high, 9e-2))),
+        tuned("full muon", grid(lambda lr: reduced(lr, lr), (*high, 9e-2, 2.26e-2))),
         tuned("muloco H=5 1 bit", grid(lambda lr: one_bit(5, lr, lr, 0.6), high, *outer)),
         tuned("muloco H=20 1 bit", grid(lambda lr: one_bit(20, lr, lr), (*low, 6.4e-2), *outer)),
-        tuned("muloco H=20", grid(lambda lr: rounds(20, lr), (*low, 6.4e-2))),
+        tuned("muloco H=20", grid(lambda lr: rounds(20, lr), (*low, 6.4e-2), outer[0])),
     )
 
 

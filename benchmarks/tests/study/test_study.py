@@ -317,7 +317,9 @@ def test_study_cells_are_taken_by_the_library(name):
     for cell in cells:
         key = Run(cell, table.at(cell, {}), 0).key("")
         assert keys.setdefault(cell.name, key) == key and "," not in cell.name
-    assert all(len(m.grid) >= study_methods.TRIALS for m in table.methods)
+    # the page on Muon shows each trial of its grids, which are smaller
+    least = 6 if name == "muon_short" else study_methods.TRIALS
+    assert all(len(m.grid) >= least for m in table.methods)
     assert table.seeds <= min(study_methods.TUNING_SEEDS)
 
 
